@@ -5,6 +5,7 @@ parallel sizes become ranks and layout. Reads a file of options; decides otherwi
 """
 
 import argparse
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.protocol.engine_options import (
     GivenOption,
     OptionError,
+    is_known,
     last_value,
     read_options,
 )
@@ -138,9 +140,16 @@ def _words_of(path: Path) -> Iterator[str]:
 
 
 def _words_for(name: str, value: Any) -> Iterator[str]:
-    if value is None or value is False:
+    if value is None:
+        return
+    if value is False:
+        negative = f"--no-{name.replace('_', '-')}"
+        if is_known(negative):
+            yield negative
         return
     yield f"--{name}"
+    if isinstance(value, dict):
+        value = json.dumps(value)
     if value is not True:
         yield from (str(each) for each in (value if isinstance(value, list) else [value]))
 

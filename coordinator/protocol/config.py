@@ -362,6 +362,7 @@ class Config(_Frozen):
         """The model's name on the API."""
         path = self.model.path.rstrip("/")
         is_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+        is_id = is_id and not Path(path).is_dir()
         return self.model.served_name or (path if is_id else path.rsplit("/", 1)[-1])
 
     @property

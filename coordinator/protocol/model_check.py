@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.protocol.config import Config, ConfigError
 from coordinator.protocol.engine_options import (
@@ -83,8 +83,10 @@ def _find(
     environment: Mapping[str, str],
     fetch: Fetch | None,
 ) -> ModelFiles:
-    path = last_value(options, "--hf-config-path") or config.model.path
-    files = find_model(path, environment, fetch, last_value(options, "--revision") or "")
+    revision = last_value(options, "--revision") or ""
+    files = find_model(config.model.path, environment, fetch, revision)
+    if (path := last_value(options, "--hf-config-path")) is not None:
+        files = replace(files, config=find_model(path, environment, fetch, revision).config)
     if last_value(options, "--config-format") in (None, "auto", "hf"):
         return files
     return ModelFiles(files.name, None, None, is_complete=False)

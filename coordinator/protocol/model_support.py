@@ -13,15 +13,15 @@ from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
 
 FAMILIES = "Llama, Mistral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
-ARCHITECTURES = frozenset(
+REFUSED_ARCHITECTURES = frozenset(
     {
-        *("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "TeleChat3ForCausalLM"),
-        *("IQuestCoderForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"),
-        *("Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        "MixtralForCausalLM",
+        *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "GptOssForCausalLM"),
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+        *("MambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM"),
+        *("Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM", "KimiLinearForCausalLM"),
     }
 )
-"""Architectures whose layers ranks can view; a test compares them with vLLM's registry."""
+"""Architectures that ranks are known to refuse; the layers of any other one decide, once loaded."""
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
@@ -54,6 +54,11 @@ POOLING = refusal("pooling models", "serve a generating model")
 MULTIMODAL = refusal("multimodal models", f"serve a text model of the {FAMILIES} family")
 SLIDING_WINDOW = refusal(
     "sliding windows, whose pages cannot be split,", "serve a model with full attention"
+)
+
+
+LATENT_ATTENTION = refusal(
+    "latent attention, whose KV has no heads to split,", "serve a model with plain attention"
 )
 
 
@@ -147,19 +152,35 @@ def _overrides(options: Sequence[GivenOption]) -> dict[str, Any]:
         value = json.loads(last_value(options, "--hf-overrides") or "{}")
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    overrides = value if isinstance(value, dict) else {}
+    for option in options:
+        name, _, rest = option.name.partition(".")
+        if name == "--hf-overrides" and rest and "." not in rest:
+            overrides[rest] = _parsed(last_value(options, option.name))
+    return overrides
+
+
+def _parsed(text: str | None) -> Any:
+    """Return the JSON value of a text, or the text."""
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text
 
 
 def _architecture_refusals(
     config: Mapping[str, Any], options: Sequence[GivenOption]
 ) -> Iterator[str]:
-    names = config.get("architectures") or []
+    named = config.get("architectures")
+    names = [str(each) for each in named] if isinstance(named, list) else []
     if config.get("is_encoder_decoder"):
         yield ENCODERS
     elif any(key in config for key in ("vision_config", "audio_config", "thinker_config")):
         yield MULTIMODAL
-    elif names and not ARCHITECTURES.intersection(map(str, names)):
-        yield architecture_refusal(str(names[0]))
+    elif name := next((each for each in names if each in REFUSED_ARCHITECTURES), None):
+        yield architecture_refusal(name)
+    elif config.get("kv_lora_rank"):
+        yield LATENT_ATTENTION
     if _has_window(config) and not is_on(options, "--disable-sliding-window"):
         yield SLIDING_WINDOW
 

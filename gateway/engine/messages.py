@@ -15,7 +15,10 @@ from typing import Any, Final
 import msgspec
 from pydantic import ValidationError
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError, VLLMValidationError
@@ -46,6 +49,7 @@ def note_errors(serving: AnthropicServingMessages) -> None:
     serving.create_messages = _noting(serving.create_messages)
     serving.count_tokens = _noting(serving.count_tokens)
     serving.to_chat_completion_request = _converting(serving.to_chat_completion_request)
+    serving.messages_full_converter = _completing(serving.messages_full_converter)
     convert = serving.message_stream_converter
     serving.message_stream_converter = lambda chunks: convert(_until_error(chunks))
 
@@ -88,6 +92,26 @@ def _converting(
             raise VLLMValidationError(_UNREADABLE, parameter="messages") from error
 
     return convert_readable
+
+
+def _completing(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a call that the limit on tokens cut off an empty input; vLLM reads it as JSON."""
+
+    @wraps(convert)
+    def convert_complete(answer: ChatCompletionResponse) -> Any:
+        for call in answer.choices[0].message.tool_calls:
+            if not _is_object(call.function.arguments):
+                call.function.arguments = "{}"
+        return convert(answer)
+
+    return convert_complete
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
 
 
 async def _until_error(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -321,7 +321,7 @@ def _check_unsupported(fields: _Fields) -> ApiError | None:
         if bytes(getattr(fields, name)) not in _NOT_ASKED.get(name, _NOTHING):
             return _unsupported(name)
     choices = fields.n if isinstance(fields.n, int) else 1
-    if isinstance(fields.best_of, int) and fields.best_of not in (1, choices):
+    if isinstance(fields.best_of, int | float) and fields.best_of not in (1, choices):
         return _unsupported("best_of")
     if isinstance(fields.modalities, list) and any(each != "text" for each in fields.modalities):
         return _unsupported("modalities")

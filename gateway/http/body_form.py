@@ -39,9 +39,11 @@ def rewrite(body: bytes) -> bytes:
 
 
 def _without_nulls(value: Any, name: str = "") -> Any:
+    if name in _FREE or (name == "input" and isinstance(value, dict)):
+        return value
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
-    if not isinstance(value, dict) or name in _FREE or name == "input":
+    if not isinstance(value, dict):
         return value
     return {
         key: _without_nulls(inner, key)

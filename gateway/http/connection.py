@@ -25,6 +25,9 @@ from gateway.http.stream_forms import stream_form
 _OFFER: Final = (b"upgrade", b"http2-settings")
 """Headers that offer another protocol, and the options of `Connection` that name them."""
 
+OFFERS_MAX = 8
+"""Most requests with such an offer that are read at once."""
+
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 32 * 1024
 """Most bytes of a request line and its headers together."""
@@ -292,14 +295,21 @@ class _Parser(httptools.HttpRequestParser):
 
     def feed_data(self, data: Any) -> None:
         """Parse bytes; calls the connection's methods."""
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            head = self._connection.head_without_offer()
-            if head is None:
-                raise
-            self._connection.parser = _Parser(self._connection)
-            self._connection.parser.feed_data(head + data[offer.args[0] :])
+        connection, rest = self._connection, memoryview(data)
+        parser = self
+        for _ in range(OFFERS_MAX):
+            try:
+                super(_Parser, parser).feed_data(rest)
+            except httptools.HttpParserUpgrade as offer:
+                head = connection.head_without_offer()
+                if head is None:
+                    raise
+                rest = rest[offer.args[0] :]
+                connection.parser = parser = _Parser(connection)
+                super(_Parser, parser).feed_data(head)
+            else:
+                return
+        raise httptools.HttpParserInvalidMethodError
 
 
 class _Send:

@@ -14,6 +14,8 @@ ENCODING_HEADER: Final = "content-encoding"
 ENCODINGS: Final = ("gzip", "deflate", "zstd")
 PIECE_BYTES: Final = 256 * 1024
 """Largest decoded piece: about a millisecond of work."""
+MEMBERS_MAX: Final = 64
+"""Most members of a gzip body, or frames of a zstd body: each may be tiny and decode to nothing."""
 ZSTD_WINDOW_LOG: Final = 23
 """Largest window of a zstd frame, 8 MiB, as RFC 8878 and RFC 9659 recommend for HTTP."""
 
@@ -42,6 +44,7 @@ class Decoder:
         self._encoding = encoding
         self._decompressor: _Decompressor | None = None
         self._error: type[Exception] = zlib.error
+        self._members = 0
 
     def decode(self, data: bytes) -> Iterator[bytes]:
         """Yield the decoded pieces of the next bytes; raises `BadEncodingError`."""
@@ -51,8 +54,10 @@ class Decoder:
             yield from self._pieces(self._decompressor, data)
             if not self._decompressor.eof:
                 return
-            # A body may consist of several members or frames.
             data, self._decompressor = self._decompressor.unused_data, None
+            self._members += 1
+            if data and (self._encoding == "deflate" or self._members > MEMBERS_MAX):
+                raise BadEncodingError
 
     def finish(self) -> None:
         """Check that the body is complete; raises `BadEncodingError`."""

@@ -8,6 +8,7 @@ still gets a proper status.
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.terms import Tier
 from coordinator.protocol.trace_context import TRACEPARENT_HEADER
-from gateway.admission.idempotency import IDEMPOTENCY_HEADER, IN_PROGRESS
+from gateway.admission.idempotency import IDEMPOTENCY_HEADER, IN_PROGRESS, StoredAnswer
 from gateway.admission.keyring import KeyRing
 from gateway.admission.permits import Admission, Refusals
 from gateway.admission.rates import RateLimits
@@ -49,6 +50,9 @@ OFF_LOOP_BYTES = 256 * 1024
 SAME_REQUEST_WAIT_S = 300.0
 """How long a request waits for the answer to an equal one that began before it."""
 SAME_REQUEST_PAUSE_S = 0.1
+SAME_REQUEST_PAUSE_MAX_S = 1.0
+SAME_REQUESTS_MAX = 16
+"""Most requests of a tenant that wait so at a gateway; others are refused for now."""
 
 CHECKERS = 2
 """Threads that check large bodies."""
@@ -93,6 +97,7 @@ class Edge:
         self._replays = replays or SharedIdempotencyCache(SharedStorage("memory://"))
         # Not the loop's default threads: all of those may be waiting for the disk of batches.
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
+        self._waiting = Counter[str]()
         self._open = 0
         self.idle = asyncio.Event()
         """Set while no request is being answered; probes do not count."""
@@ -297,15 +302,14 @@ class Edge:
         name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
         request = scope["path"].encode() + b"\0" + replay.digest()
         clock = asyncio.get_running_loop().time
-        until_s = clock() + SAME_REQUEST_WAIT_S
-        budget = answer.wait_budget
-        while True:
-            known = await self._replays.begin(tenant, name, request, clock(), budget)
-            if not isinstance(known, ApiError) or known.code != IN_PROGRESS or clock() > until_s:
-                break
-            if await replay.wait_for_leave(SAME_REQUEST_PAUSE_S):
-                raise ClientGoneError
-            budget = WaitBudget()
+        known = await self._replays.begin(tenant, name, request, clock(), answer.wait_budget)
+        if _is_in_progress(known) and self._waiting[tenant] < SAME_REQUESTS_MAX:
+            self._waiting[tenant] += 1
+            try:
+                known = await self._wait_for_answer(tenant, name, request, replay, answer)
+            finally:
+                self._waiting[tenant] -= 1
+                self._waiting += Counter()  # Drops tenants without one.
         if isinstance(known, ApiError):
             return known
         if known is not None:
@@ -315,6 +319,21 @@ class Edge:
             return await self._run(scope, replay, answer, key, facts)
         finally:
             await self._replays.end(tenant, name, answer.stored, clock(), answer.wait_budget)
+
+    async def _wait_for_answer(
+        self, tenant: str, name: str, request: bytes, replay: BufferedBody, answer: Answer
+    ) -> StoredAnswer | ApiError | None:
+        """Ask again until an equal request has its answer, or this one has no time left."""
+        clock = asyncio.get_running_loop().time
+        limit_s = answer.request.deadline_ms / 1_000 or SAME_REQUEST_WAIT_S
+        until_s, pause_s = clock() + min(limit_s, SAME_REQUEST_WAIT_S), SAME_REQUEST_PAUSE_S
+        while True:
+            if await replay.wait_for_leave(pause_s):
+                raise ClientGoneError
+            known = await self._replays.begin(tenant, name, request, clock(), WaitBudget())
+            if not _is_in_progress(known) or self.draining or clock() > until_s:
+                return known
+            pause_s = min(2 * pause_s, SAME_REQUEST_PAUSE_MAX_S)
 
     async def _check(self, body: bytes, path: str) -> BodyFacts | ApiError:
         work = partial(check_body, body, self._limits.media_domains, path)
@@ -357,3 +376,7 @@ class Edge:
 
 
 _JSON = "application/json"
+
+
+def _is_in_progress(known: StoredAnswer | ApiError | None) -> bool:
+    return isinstance(known, ApiError) and known.code == IN_PROGRESS

@@ -19,6 +19,8 @@ SCHEMA_PROPERTIES_MAX = 1_000
 """Most named properties of one schema, over all its levels."""
 
 _COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
+REF_CHARS_MAX = 512
+"""Longest reference that is followed."""
 _REGEX_KEYS = frozenset({"pattern", "regex"})
 _SCHEMA_KEYS = ("schema", "parameters", "json", "input_schema")
 _FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
@@ -102,15 +104,19 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _refers_to_itself(schema: dict[str, Any]) -> bool:
-    """Return whether a reference leads back to itself over references alone."""
+    """Return whether a reference leads back to itself over references alone; linear."""
+    cleared: set[str] = set()
     for node in _objects(schema):
-        references: set[str] = set()
+        chain: set[str] = set()
         at: Any = node
-        while isinstance(at, dict) and isinstance(at.get("$ref"), str):
-            if at["$ref"] in references:
+        while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str):
+            if reference in chain:
                 return True
-            references.add(at["$ref"])
-            at = _resolve(schema, at["$ref"])
+            if reference in cleared or len(reference) > REF_CHARS_MAX:
+                break
+            chain.add(reference)
+            at = _resolve(schema, reference)
+        cleared |= chain
     return False
 
 

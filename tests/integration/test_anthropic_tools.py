@@ -183,6 +183,24 @@ def test_a_tool_s_schema_binds_the_ranks(
     assert '"size"' in (grammar.structural_tag or json.dumps(grammar.json))
 
 
+def test_a_forced_call_that_the_limit_cuts_has_no_input(
+    with_key: Clients, own_cell: FakeCell
+) -> None:
+    """What the model wrote of its input is no JSON; but the request was right."""
+
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, [300, 301], "length")
+
+    own_cell.behave = behave
+    message = with_key(api_key="sk-acme").messages.create(
+        **{**COUNTED, "max_tokens": 2},
+        tools=[TOOL],
+        tool_choice={"type": "tool", "name": "set_size"},
+    )
+    assert message.stop_reason == "max_tokens"
+    assert [block.input for block in message.content if block.type == "tool_use"] in ([], [{}])
+
+
 def test_tools_count(with_key: Clients) -> None:
     client = with_key(api_key="sk-acme")
     counted = client.messages.count_tokens(**COUNTED, tools=[TOOL])

@@ -20,7 +20,6 @@ from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, read_options
 from coordinator.protocol.model_support import (
-    ARCHITECTURES,
     ENCODERS,
     FP8_QUANTIZATIONS,
     KV_CONNECTORS,
@@ -29,6 +28,7 @@ from coordinator.protocol.model_support import (
     MULTIMODAL,
     ONLINE_FP8,
     POOLING,
+    REFUSED_ARCHITECTURES,
     SPECULATION,
     architecture_refusal,
     cpu_quantization_refusal,
@@ -188,7 +188,10 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         (model.is_encoder_decoder, ENCODERS),
         (model.runner_type != "generate", POOLING),
         (model.is_multimodal_model, MULTIMODAL),
-        (model.architecture not in ARCHITECTURES, architecture_refusal(model.architecture)),
+        (
+            model.architecture in REFUSED_ARCHITECTURES,
+            architecture_refusal(model.architecture),
+        ),
     ]
     found = next((sentence for refused, sentence in refusals if refused), None)
     if (sentence := found or _quantization_refusal(vllm_config)) is not None:

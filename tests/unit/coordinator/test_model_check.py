@@ -83,10 +83,10 @@ def test_hugging_face_is_asked_for_an_id_that_is_not_in_the_cache(tmp_path: Path
 
     def fetch(url: str, headers: Mapping[str, str]) -> bytes:
         asked.append((url, headers))
-        return b'{"architectures": ["FalconForCausalLM"]}'
+        return b'{"architectures": ["Gemma2ForCausalLM"]}'
 
     config = check_config({"model": {"path": "org/name"}})
-    with pytest.raises(ConfigError, match="FalconForCausalLM cannot be served"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be served"):
         check_model(config, environment, fetch=fetch)
     assert asked == [
         ("http://hub/org/name/resolve/main/config.json", {"Authorization": "Bearer t"})
@@ -160,6 +160,7 @@ def test_weights_that_are_not_whole(model: Path) -> None:
         ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM cannot be served"),
         ({"architectures": ["X"], "vision_config": {}}, "multimodal models cannot be served"),
         ({"is_encoder_decoder": True}, "encoder-decoder models"),
+        ({"architectures": ["X"], "kv_lora_rank": 512}, "latent attention"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding windows"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq', whose packed weights"),

@@ -104,12 +104,14 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     file.write_text(
         "model: org/m\ntensor-parallel-size: 2\nmax-num-seqs: 8\nserved-model-name: [a, b]\n"
         "enable-auto-tool-choice: true\nenforce-eager: false\n"
+        "compilation_config: {mode: 0}\n"
     )
     config = build("--config", str(file), "--max-num-seqs", "9")
     assert (config.model.path, config.cell.layout) == ("org/m", "tp2")
     assert config.served_model_names == ("a", "b")
     assert config.model.engine_args == (
-        *("--max-num-seqs", "8", "--enable-auto-tool-choice", "--max-num-seqs", "9"),
+        *("--max-num-seqs", "8", "--enable-auto-tool-choice", "--no-enforce-eager"),
+        *("--compilation_config", '{"mode": 0}', "--max-num-seqs", "9"),
     )
 
 

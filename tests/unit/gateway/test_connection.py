@@ -347,3 +347,9 @@ async def test_an_answer_before_a_long_body_says_that_the_connection_closes(
     answer = await talk(POST.replace(b"/ ", b"/refuse ") + framing + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"connection: close" in answer
+
+
+async def test_many_offers_at_once_are_refused(talk: Talk) -> None:
+    """Each offer costs a new parser, so a client cannot have thousands of them for nothing."""
+    answer = await talk((GET + b"Upgrade: a\r\nConnection: upgrade\r\n\r\n") * 4_000)
+    assert answer.count(b"HTTP/1.1 200 OK") <= connection.OFFERS_MAX or answer == b"<reset>"

@@ -147,3 +147,19 @@ def test_not_more_is_kept_than_bearable(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept.begin("t", "large", b"r", 0.0) is None
     kept.end("t", "large", StoredAnswer(200, [], b"x" * 16))
     assert kept.begin("t", "large", b"r", 0.0) is None
+
+
+async def test_few_requests_of_a_tenant_wait(
+    client: httpx.AsyncClient, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "SAME_REQUESTS_MAX", 1)
+    counter.go_on.clear()
+    first = asyncio.create_task(client.post(CHAT, json={}, headers=named("a")))
+    while not counter.answered:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(client.post(CHAT, json={}, headers=named("a")))
+    await asyncio.sleep(0.05)
+    third = await client.post(CHAT, json={}, headers=named("a"))
+    assert error_of(third) == (409, IN_PROGRESS)
+    counter.go_on.set()
+    assert (await first).content == (await second).content
