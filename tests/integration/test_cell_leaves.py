@@ -13,7 +13,7 @@ SEEN_S = 60
 
 async def test_a_coordinator_is_found_until_it_ends(tmp_path: Path) -> None:
     redis = Redis()
-    registry = RedisRegistry(redis.url, "model", 60_000)
+    registry = RedisRegistry(redis.url, "a/model", 60_000)
     fleet = {"redis": redis.url, "cell_name": "cell-0", "advertise": "{host}.cells:8002"}
     coordinator = Coordinator(tmp_path, fleet={**fleet, "lease_ms": 60_000})
     try:

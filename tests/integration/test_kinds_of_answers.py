@@ -28,7 +28,9 @@ TOOL: Any = {
     "type": "function",
     "function": {"name": "set_size", "description": "Sets the size.", "parameters": SCHEMA},
 }
-SAID_ONCE = frozenset({"id", "created", "created_at"})
+SAID_ONCE = frozenset(
+    {"id", "created", "created_at", "prompt_tokens_details", "input_tokens_details"}
+)
 """What differs from one answer to the next."""
 
 Ask = Callable[[openai.AsyncOpenAI, int], Awaitable[Any]]

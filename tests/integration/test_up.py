@@ -235,13 +235,14 @@ def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
         assert {path.name for path in run_dir.glob("*.log")} >= {"worker.log", "gateway.log"}
 
 
-def test_serve_as_vllm(tmp_path: Path) -> None:
+def test_serve_as_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Names, key and sizes of `vllm serve`, asked with OpenAI's client."""
     words = (
         *(str(MODEL_DIR), "--served-model-name", "first", "org/second", "--api-key", "sk-mine"),
         *("--tensor-parallel-size", "2", "--max_model_len", "256"),
     )
-    with up(tmp_path, *words, command="serve") as running:
+    folder = tmp_path_factory.mktemp("s")  # Sockets have short paths.
+    with up(folder, *words, command="serve") as running:
         url = base_url(running)
         assert running.json("status")["layout"] == "tp2"
         with openai.OpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:
