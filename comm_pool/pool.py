@@ -144,15 +144,19 @@ class CommunicatorPool:
             if memory is None:
                 place, backend = rank - first, "nccl"
                 _join_world(init_method, place, world, backend)
-                of_world = (world, place)
+                world_size, world_rank = world, place
             else:
                 backend = "gloo"
                 _be_a_world()
-                of_world = (1, 0)
+                world_size, world_rank = 1, 0
             # What vLLM calls the local rank is the number of the device.
             place_on_host = rank if device.index is None else device.index
             parallel_state.init_distributed_environment(
-                *of_world, init_method, place_on_host, backend
+                world_size=world_size,
+                rank=world_rank,
+                distributed_init_method=init_method,
+                local_rank=place_on_host,
+                backend=backend,
             )
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()

@@ -96,8 +96,13 @@ class AdminPort:
                 now_ms = monotonic_ms()
                 self._metrics.watcher.settle(now_ms)
                 ranks: Any = core.ranks_view(now_ms)["ranks"]
-                views = core.layout_view(), ranks, core.queue_view()
-                self._history.take(*views, now_ms=now_ms, wall_s=time.time())
+                self._history.take(
+                    layout=core.layout_view(),
+                    ranks=ranks,
+                    queue=core.queue_view(),
+                    now_ms=now_ms,
+                    wall_s=time.time(),
+                )
             except Exception:
                 # An observer must not end a working coordinator.
                 log.exception("sample_failed")

@@ -143,8 +143,14 @@ def out_of_time(task: Task) -> TaskFailed:
 def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
     """Send the task to the leader of its group."""
     assert task.payload is not None, f"task {task.id} is placed without its payload."
-    what = (task.header, task.attempt, binding, task.payload, task.tokens)
-    place = Place(*what, waited_ms=now_ms - task.arrived_ms)
+    place = Place(
+        header=task.header,
+        attempt=task.attempt,
+        binding=binding,
+        payload=task.payload,
+        generated_tokens=task.tokens,
+        waited_ms=now_ms - task.arrived_ms,
+    )
     return ToRank(binding.group.leader, place)
 
 

@@ -208,8 +208,15 @@ class Relay:
             return
         prefixes = prefix_hashes(request.prompt_token_ids)
         cell = self.cells.choose(needs_of(header), prefixes)
-        what = (header, payload, self._clock(), span, request.state, cell, prefixes)
-        answer = self.book.open(*what)
+        answer = self.book.open(
+            header,
+            payload,
+            now_s=self._clock(),
+            trace=span,
+            request=request.state,
+            cell=cell,
+            prefixes=prefixes,
+        )
         if isinstance(answer, ApiError):
             self._refuse(header.task, answer, span)
         elif answer is not None and cell is not None:

@@ -217,8 +217,15 @@ class GroupRuntime:
             ended = TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated))
             self.ended.append(ended)
             return
-        what = (header, place.attempt, binding.group, len(generated), place.payload)
-        self.book.open(LedTask(*what, place.waited_ms))
+        led = LedTask(
+            header=header,
+            attempt=place.attempt,
+            group=binding.group,
+            emitted=len(generated),
+            payload=place.payload,
+            waited_ms=place.waited_ms,
+        )
+        self.book.open(led)
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is at this attempt or an older one."""

@@ -74,10 +74,18 @@ def prove_tree(
             if isinstance(source, ParallelLMHead):
                 # By rows: a layer tied to the embeddings is whole in every rank.
                 held = len(source.weight) // len(layer.weight)
-                inside = held, rank_in_group % held, shards
+                inner_width, inner_shards = held, shards
             else:
-                inside = width // parts, rank_in_group % (width // parts), shards // parts
-            _prove_layer(name, layer, source, *inside, device)
+                inner_width, inner_shards = width // parts, shards // parts
+            _prove_layer(
+                name,
+                layer,
+                source,
+                width=inner_width,
+                rank=rank_in_group % inner_width,
+                shards=inner_shards,
+                device=device,
+            )
             proved.add(kind)
     if not proved:
         raise ViewError(

@@ -379,8 +379,14 @@ class Migration:
         dp = binding.group.width == 1
         granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
         for cargo in (each.cargo for each in pending.incoming):
-            what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
-            runtime.book.open(LedTask(*what))
+            led = LedTask(
+                header=cargo.header,
+                attempt=cargo.attempt + 1,
+                group=binding.group,
+                emitted=cargo.emitted,
+                payload=cargo.payload,
+            )
+            runtime.book.open(led)
         tasks = [(each.request, each.blocks) for each in pending.incoming]
         known = {each.cargo.state.task: each.tokens for each in pending.incoming}
         # Register the newest chain last, so that it is reused last.
