@@ -161,6 +161,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._stop_rest_timer()
         self._in_headers, self._in_body = True, False
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # The rest of the body, after its answer, has stopped the timer of an idle connection.
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _body_is_long(self) -> bool:
         """Return whether the body may be longer than what is read after an answer."""

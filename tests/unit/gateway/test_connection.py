@@ -353,3 +353,13 @@ async def test_many_offers_at_once_are_refused(talk: Talk) -> None:
     """Each offer costs a new parser, so a client cannot have thousands of them for nothing."""
     answer = await talk((GET + b"Upgrade: a\r\nConnection: upgrade\r\n\r\n") * 4_000)
     assert answer.count(b"HTTP/1.1 200 OK") <= connection.OFFERS_MAX or answer == b"<reset>"
+
+
+async def test_a_connection_is_not_open_for_ever_after_a_late_body(
+    served: Served, talk: Talk
+) -> None:
+    served.server.config.timeout_keep_alive = 1
+    head = b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+    answer = await talk(head, b"ab", b"cd", pause_s=0.1, limit_s=5)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert not answer.endswith(b"<open>")
