@@ -44,7 +44,8 @@ async def test_streams_go_on_exactly_from_mode_to_mode(
         names = submit(client, "switched")
         layouts = ("tp4", "sp2tp2", "tp4", "shift2tp2", "sp2tp2", "shift2tp2")
         for count, layout in enumerate(layouts, 1):
-            await begun(client, names, 20 * count)
+            # Soon: the streams also run on while a switch begins.
+            await begun(client, names, 8 * count)
             await asyncio.to_thread(cell.switch, layout, "reshard")
         assert tokens_of(await client.finish(*names)) == expected
     records = cell.get("/admin/switches?last=6")["switches"]

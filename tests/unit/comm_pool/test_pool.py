@@ -173,7 +173,7 @@ def test_custom_all_reduce_is_used_unless_it_is_disabled(
 ) -> None:
     monkeypatch.setattr(parallel_state, "_ENABLE_CUSTOM_ALL_REDUCE", is_disabled)
     for name in ("init_distributed_environment", "initialize_model_parallel", "get_tp_group"):
-        monkeypatch.setattr(parallel_state, name, lambda *_: None)
+        monkeypatch.setattr(parallel_state, name, lambda *_, **__: None)
     monkeypatch.setattr(pool_module, "set_current_vllm_config", lambda _: nullcontext())
     monkeypatch.setattr(pool_module, "_be_a_world", lambda: None)
     parallel = SimpleNamespace(disable_custom_all_reduce=is_disabled)
