@@ -15,6 +15,9 @@ _OF_SHAPE: Final = (LookupError, AttributeError, AssertionError, TypeError)
 """What Python raises for data of an unexpected shape."""
 _LONG: Final = ("messages", "input", "prompt")
 """Parameters that may be long lists; one item of them is enough to find a fault elsewhere."""
+_INTEGERS: Final = range(-(2**63), 2**63)
+"""Numbers that travel to the ranks; vLLM fails on others where it sends them."""
+_TOO_LARGE: Final = "the number has more than 64 bits"
 _TEXT: Final = "the value has a form that this server cannot read"
 
 Errors = list[dict[str, Any]]
@@ -31,12 +34,25 @@ def _validate(
     validate: Validate, value: Any, values: Any = None, *, loc: tuple[int | str, ...] = ()
 ) -> tuple[Any, Errors]:
     """Take the place of FastAPI's `ModelField.validate`."""
+    if (name := _find_large_number(value)) is not None:
+        error = {"type": "value_error", "loc": (*loc, name), "msg": _TOO_LARGE, "input": None}
+        return None, [error]
     try:
         return validate(value, values or {}, loc=loc)
     except _OF_SHAPE:
         culprit = _find_culprit(validate, value)
         where = loc if culprit is None else (*loc, culprit)
         return None, [{"type": "value_error", "loc": where, "msg": _TEXT, "input": None}]
+
+
+def _find_large_number(value: Any) -> str | None:
+    """Return the first parameter that is an integer of more than 64 bits."""
+    if not isinstance(value, dict):
+        return None
+    for name, each in value.items():
+        if isinstance(each, int) and each not in _INTEGERS:
+            return str(name)
+    return None
 
 
 def _find_culprit(validate: Validate, value: Any) -> str | None:

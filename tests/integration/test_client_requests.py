@@ -191,6 +191,9 @@ WRONG_SHAPES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [], "tool_choice": "auto"}, "tools"),
     ({"tools": []}, "tools"),
+    ({"stream_interval": 10**30}, "stream_interval"),
+    ({"stream_interval": 10**30, "stream": True}, "stream_interval"),
+    ({"seed": -(10**30)}, "seed"),
 ]
 
 

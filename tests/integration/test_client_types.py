@@ -16,6 +16,7 @@ import pytest
 from gateway.http.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess
 from tests.harness.gateway.client_bodies import BODIES, PATH
+from tests.harness.gateway.short_answers import answer_shortly
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("gateway")]
 
@@ -56,6 +57,13 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [300, 301]},
 }
 PAIRS_A_DAY = 500
+
+
+@pytest.fixture
+def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
+    shared_cell.reset()
+    shared_cell.behave = answer_shortly
+    return shared_cell
 
 
 @pytest.fixture

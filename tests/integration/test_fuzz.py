@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from gateway.http.routes import VLLM_ROUTES
-from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess
+from tests.harness.gateway.short_answers import answer_shortly
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("gateway")]
@@ -34,14 +35,6 @@ def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
     shared_cell.reset()
     shared_cell.behave = answer_shortly
     return shared_cell
-
-
-async def answer_shortly(ran: Ran) -> None:
-    """Three tokens, with all log-probabilities that the request asks for."""
-    params = ran.request.sampling_params
-    asked = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
-    most = {name: 5 if top == -1 else top for name, top in asked.items()}
-    ran.tokens(0, [300, 301, 302], "length", **most)
 
 
 def open_schema() -> dict[str, Any]:
