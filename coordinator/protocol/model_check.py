@@ -49,8 +49,7 @@ def check_model(
 ) -> ModelFiles:
     """Return the model's files; raises `ConfigError` with the first reason not to serve it.
 
-    A gateway needs no `weights`. Whatever is not known yet, such as the files of a model that vLLM
-    downloads, is not checked.
+    A gateway needs no `weights`. It does not check files that vLLM has yet to download.
     """
     try:
         options, others = read_options(config.model.engine_args)

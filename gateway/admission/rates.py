@@ -8,7 +8,7 @@ edge.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from limits import RateLimitItem, RateLimitItemPerMinute
@@ -130,7 +130,7 @@ async def _admit(
     wait_s = min(max(round(reset_s + 0.5), 1), RETRY_AFTER_MAX_S)
     text = f"This API key has used its {item.amount} {what} per minute: try again later."
     error = api_error("rate_limit_exceeded", text, retry_after_s=wait_s)
-    return replace(error, extra_headers=tuple(headers))
+    return error.with_headers(headers)
 
 
 def _never_fits(what: str, amount: int, cost: int) -> ApiError:

@@ -75,7 +75,7 @@ def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
     finish(old, under_way)
     assert not old.frees_after_step
     assert not set(blocks[1:]) & set(old.held_blocks())
-    assert list(old.tokens_since(states)) == ["b"], "nothing is told of a task that is gone"
+    assert list(old.tokens_since(states)) == ["b"], "an ended task has no tokens here"
 
 
 def test_a_step_that_will_never_end_holds_no_blocks(base: VllmConfig, hasher: Any) -> None:

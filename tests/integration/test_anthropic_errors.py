@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.protocol.messages.gateway import TaskFailed
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.gateway.body_parts import copy_with, parts_of
 from tests.harness.gateway.messages import (
     CANARY,
     COUNT,
@@ -367,24 +368,6 @@ PARTS_MIN = 80
 """Parts of `EVERYTHING`, each of which takes all values in turn."""
 
 
-def parts_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all members and items, at any depth."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, each in inner:
-        yield (*path, name)
-        if isinstance(each, dict | list):
-            yield from parts_of(each, (*path, name))
-
-
-def with_part(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    body = json.loads(json.dumps(EVERYTHING))
-    at = body
-    for name in path[:-1]:
-        at = at[name]
-    at[path[-1]] = value
-    return body  # type: ignore[no-any-return]
-
-
 async def test_no_part_of_any_type_is_a_failure(
     client: httpx.AsyncClient, gateway: GatewayProcess
 ) -> None:
@@ -395,7 +378,7 @@ async def test_no_part_of_any_type_is_a_failure(
     assert len(paths) >= PARTS_MIN
     failures = []
     for number, (path, value) in enumerate(itertools.product(paths, VALUES)):
-        body = with_part(path, value)
+        body = copy_with(EVERYTHING, path, value)
         route = COUNT if number % 3 == 2 else PATH
         if number % 3 == 1 and path != ("stream",):
             body["stream"] = True

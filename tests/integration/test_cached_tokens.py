@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 from tests.harness.cells.product import MODEL_NAME, Product
 
@@ -39,13 +40,18 @@ def messages(name: str) -> Any:
     return [{"role": "user", "content": text_of(name)}]
 
 
+def counts_of(usage: CompletionUsage | None) -> tuple[int, int]:
+    """The cached tokens and all tokens of the prompts that a usage counts."""
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
+
+
 def cached_in_chat(client: openai.OpenAI, name: str) -> tuple[int, int]:
     usage = client.chat.completions.create(
         model=MODEL_NAME, messages=messages(name), max_tokens=2
     ).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
+    return counts_of(usage)
 
 
 def cached_in_chat_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
@@ -56,25 +62,19 @@ def cached_in_chat_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
         stream=True,
         stream_options={"include_usage": True},
     )
-    assert last.usage is not None
-    assert last.usage.prompt_tokens_details is not None
-    return last.usage.prompt_tokens_details.cached_tokens or 0, last.usage.prompt_tokens
+    return counts_of(last.usage)
 
 
 def cached_in_text(client: openai.OpenAI, name: str) -> tuple[int, int]:
     usage = client.completions.create(model=MODEL_NAME, prompt=text_of(name), max_tokens=2).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
+    return counts_of(usage)
 
 
 def cached_in_texts(client: openai.OpenAI, name: str) -> tuple[int, int]:
     """Two prompts in one request, of which the second is new each time."""
     prompts = [text_of(name), f"{time.monotonic()}"]
     usage = client.completions.create(model=MODEL_NAME, prompt=prompts, max_tokens=2).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    return usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens
+    return counts_of(usage)
 
 
 def cached_in_texts_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
@@ -85,9 +85,7 @@ def cached_in_texts_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
         stream=True,
         stream_options={"include_usage": True},
     )
-    assert last.usage is not None
-    assert last.usage.prompt_tokens_details is not None
-    return last.usage.prompt_tokens_details.cached_tokens or 0, last.usage.prompt_tokens
+    return counts_of(last.usage)
 
 
 def cached_in_text_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
@@ -98,9 +96,7 @@ def cached_in_text_stream(client: openai.OpenAI, name: str) -> tuple[int, int]:
         stream=True,
         stream_options={"include_usage": True},
     )
-    assert last.usage is not None
-    assert last.usage.prompt_tokens_details is not None
-    return last.usage.prompt_tokens_details.cached_tokens or 0, last.usage.prompt_tokens
+    return counts_of(last.usage)
 
 
 def cached_in_response(client: openai.OpenAI, name: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ streamed.
 import datetime
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ import pytest
 
 from gateway.http.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess
+from tests.harness.gateway.body_parts import copy_with, parts_of
 from tests.harness.gateway.client_bodies import BODIES, PATH
 from tests.harness.gateway.short_answers import answer_shortly
 
@@ -84,23 +85,6 @@ def fields_of(path: str) -> list[str]:
         "/v1/responses": ResponsesRequest,
     }
     return sorted(models[path].model_fields) if path in models else []
-
-
-def parts_of(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all members and items, at any depth."""
-    for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-        yield (*way, name)
-        if isinstance(each, dict | list):
-            yield from parts_of(each, (*way, name))
-
-
-def copy_with(value: Any, way: tuple[Any, ...], new: Any) -> Any:
-    if not way:
-        return new
-    copied = dict(value) if isinstance(value, dict) else list(value)
-    inner = copied.get(way[0]) if isinstance(copied, dict) else copied[way[0]]
-    copied[way[0]] = copy_with(inner, way[1:], new)
-    return copied
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ SOURCE = Path(vllm.__file__).parent
 FRONT_END = ("entrypoints", "renderers", "reasoning", "tool_parsers")
 """Folders of what vLLM runs in a gateway for each request."""
 READS_MIN = 25
-"""So many variables are read there at least: a search that finds nothing would find no fault."""
+"""Fewest variables that the search must find: one that finds none would find no fault."""
 
 
 def names_read(folder: Path) -> Iterator[str]:

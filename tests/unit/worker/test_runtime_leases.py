@@ -68,7 +68,7 @@ def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(runtime: GroupRu
     assert runtime.migration.ranks == RANKS
     assert len(runtime.engine.pages.lease_indices(RANKS)) == 8
     runtime.migration.joined()
-    assert runtime.apply_retentions(kept(1, 2)), "it is told again with every directive"
+    assert runtime.apply_retentions(kept(1, 2)), "every directive repeats it"
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
 
 

@@ -24,7 +24,7 @@ def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
     assert stage.pushed == [(3, ["dp task"])], "in the epoch that it was launched in"
     assert not stage.steps.has_inflight
     assert stage.steps.take_detached_end_ns() == stage.steps.ended_ns
-    assert stage.steps.take_detached_end_ns() is None, "told once"
+    assert stage.steps.take_detached_end_ns() is None, "a call takes it"
     assert stage.freed_groups == []
 
 
