@@ -49,7 +49,7 @@ def check_model(
 ) -> ModelFiles:
     """Return the model's files; raises `ConfigError` with the first reason not to serve it.
 
-    A gateway needs no `weights`. It does not check files that vLLM has yet to download.
+    A gateway needs no `weights`. The check skips files that vLLM has yet to download.
     """
     try:
         options, others = read_options(config.model.engine_args)
