@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -41,31 +41,44 @@ class ShardPlan:
     """Storage of a tree under construction: S shards in all, of which it holds S / width.
 
     `loads`: it is filled from a checkpoint. Other trees are built on meta and take the loaded
-    weights.
+    weights. `attention_whole`: layers of attention and the lm_head hold all S shards, and only
+    feed-forward layers and experts S / width.
     """
 
     shards: int
     width: int
     loads: bool = False
+    attention_whole: bool = False
 
     @property
     def held(self) -> int:
         """Shards in this tree, n."""
         return self.shards // self.width
 
+    def of_attention(self) -> "ShardPlan":
+        """Return the plan of this tree's layers of attention."""
+        return replace(self, width=1) if self.attention_whole else self
+
 
 _plan: ContextVar[ShardPlan | None] = ContextVar("shard_plan", default=None)
+_gated: ContextVar[set[str] | None] = ContextVar("gated_modules", default=None)
+"""The modules under construction that have a gate_up layer, by prefix: feed-forward layers."""
 _NATURAL = ShardPlan(1, 1)
 
 
 @contextmanager
 def building(plan: ShardPlan) -> Iterator[None]:
     """Build the layers inside shard-major under `plan`; outside they are vLLM's own."""
-    token = _plan.set(plan)
+    token, gated = _plan.set(plan), _gated.set(set())
     try:
         yield
     finally:
         _plan.reset(token)
+        _gated.reset(gated)
+
+
+def _parent(prefix: str) -> str:
+    return prefix.rpartition(".")[0]
 
 
 def restore_natural_order(
@@ -165,7 +178,9 @@ class ShardMajorQKV(QKVParallelLinear):
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.plan = plan = _plan.get() or _NATURAL
+        self.plan = plan = (_plan.get() or _NATURAL).of_attention()
+        if plan.attention_whole:
+            kwargs["disable_tp"] = True
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
         kv_heads = given.arguments.get("total_num_kv_heads") or given.arguments["total_num_heads"]
         given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
@@ -242,6 +257,8 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
                 f"row-wise activation: serve a model of the {FAMILIES} family."
             )
         self.plan = plan or _NATURAL
+        if (gated := _gated.get()) is not None:
+            gated.add(_parent(self.prefix))
         self._cpu_skip_gemm_dispatch = True
         self.shard_sizes = tuple(
             size // self.plan.width // self.plan.held for size in self.output_sizes
@@ -293,12 +310,19 @@ class ViewedRow(RowParallelLinear):
     """A row-parallel layer that undoes `ShardMajorGateUp`'s view before its GEMM."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        plan, gated = _plan.get(), _gated.get() or ()
+        if plan is not None and plan.attention_whole and _parent(_prefix_of(kwargs)) not in gated:
+            kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
         self._cpu_skip_gemm_dispatch = True
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T·n, in/n) or (T, in) -> (T, out)."""
         return super().forward(input_.reshape(-1, self.input_size_per_partition))
+
+
+def _prefix_of(kwargs: dict[str, object]) -> str:
+    return str(kwargs.get("prefix", ""))
 
 
 @VocabParallelEmbedding.register_oot
@@ -311,6 +335,17 @@ class WholeEmbedding(VocabParallelEmbedding):
     def __init__(self, *args: object, **kwargs: object) -> None:
         plan = _plan.get()
         if plan is not None and plan.loads:
+            kwargs["disable_tp"] = True
+        super().__init__(*args, **kwargs)
+
+
+@ParallelLMHead.register_oot
+class PlannedHead(ParallelLMHead):
+    """An lm_head that a rank holds whole if the plan says so, else its share of the vocabulary."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        plan = _plan.get()
+        if plan is not None and plan.attention_whole:
             kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
 

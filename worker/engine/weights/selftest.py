@@ -47,12 +47,10 @@ def prove_tree(
     rank_in_group: int,
     device: torch.device,
     shards: int,
-    parts: int = 1,
 ) -> int:
     """Prove a tree of a width against the replica's weights; the replica itself is of width 1.
 
-    If a rank holds one of several `parts` of the weights, the part serves as the replica and has
-    that width. Call it on the rank's device, with the tree's configuration as vLLM's current one.
+    If a rank holds one of several parts of a layer, the part serves as the replica's layer. Call it on the rank's device, with the tree's configuration as vLLM's current one.
     It communicates nothing, so it needs no group.
 
     Returns:
@@ -76,7 +74,9 @@ def prove_tree(
                 held = len(source.weight) // len(layer.weight)
                 inner_width, inner_shards = held, shards
             else:
-                inner_width, inner_shards = width // parts, shards // parts
+                # Of some layers a rank may hold a part, and of others all.
+                inner_width = 1 if tree is replica else width // source.tp_size
+                inner_shards = shards // source.tp_size
             _prove_layer(
                 name,
                 layer,

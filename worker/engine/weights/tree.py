@@ -58,15 +58,17 @@ from worker.engine.weights.moe import (
 VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
 
 
-def load_replica(config: VllmConfig, shards: int, parts: int = 1) -> nn.Module:
+def load_replica(
+    config: VllmConfig, shards: int, parts: int = 1, *, attention_whole: bool = False
+) -> nn.Module:
     """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`.
 
     With several `parts`, load this rank's part: its place in vLLM's active tp group, which has
     `parts` members. The part covers heads, inner features, experts and output vocabulary; token
-    embeddings are whole.
+    embeddings are whole. With `attention_whole` it covers inner features and experts alone.
     """
     check_widths(config, shards)
-    with building(ShardPlan(shards, parts, loads=True)):
+    with building(ShardPlan(shards, parts, loads=True, attention_whole=attention_whole)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
