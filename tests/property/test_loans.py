@@ -1,5 +1,6 @@
 """Loans: every part that a rank lacks once, from a rank that holds it, into a slot out of use."""
 
+import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comm_pool.loan_slots import SlotError, SlotStates
 from comm_pool.loans import (
     Loan,
     LoanError,
@@ -220,3 +222,51 @@ def test_the_fewest_whole_layers_are_the_fewest(
     assert 0 <= fewest <= len(sizes)
     assert floor_with(fewest) <= floor_s_max
     assert all(floor_with(count) > floor_s_max for count in range(fewest))
+
+
+EVENTS = ("begin_copy", "end_copy", "begin_use", "end_use")
+ENDED = len(EVENTS)
+
+
+def allowed(plan: tuple[Loan, ...], stages: list[int], number: int, event: int) -> bool:
+    """Whether an event of a loan may happen; a loan's stage is the number of its events so far."""
+    if stages[number] != event:
+        return False
+    earlier = range(number)
+    match EVENTS[event]:
+        case "begin_copy":
+            after = plan[number].after
+            return all(stages[each] > 0 for each in earlier) and (
+                after is None or stages[after] == ENDED
+            )
+        case "begin_use":
+            return all(stages[each] > event for each in earlier)
+    return True
+
+
+@given(cases_that_borrow(), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_a_ring_allows_what_the_plan_allows_and_every_step_ends(case: Case, seed: int) -> None:
+    plan, draws = case.plan(), random.Random(seed)
+    ring = SlotStates(case.slots)
+    for _ in range(2):
+        ring.begin_step(plan)
+        stages = [0] * len(plan)
+        while min(stages, default=ENDED) < ENDED:
+            # Nothing happens to loans far from the first one that has not ended.
+            first = next(number for number, stage in enumerate(stages) if stage < ENDED)
+            near = range(max(0, first - 2), min(len(plan), first + case.slots + 2))
+            every = [(number, event) for number in near for event in range(ENDED)]
+            right = [each for each in every if allowed(plan, stages, *each)]
+            assert right
+            for number, event in draws.choice(every), draws.choice(right):
+                may = allowed(plan, stages, number, event)
+                before = ring.states()
+                if may:
+                    getattr(ring, EVENTS[event])(number)
+                    stages[number] += 1
+                else:
+                    with pytest.raises(SlotError):
+                        getattr(ring, EVENTS[event])(number)
+                    assert ring.states() == before
+                    ring.integrity()
