@@ -51,7 +51,7 @@ soak: setup  ## two hours of switches, kills, bursts and clients that leave: mak
 sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1] [PARTS=1]
 	@$(BIN)/python -m tests.simulation --seed $(SEED) $(if $(WIDE),--wide) $(if $(PARTS),--parts)
 
-mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages switch"]
+mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages loans switch"]
 	@$(BIN)/python -m tests.mutants $(PART)
 
 bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/

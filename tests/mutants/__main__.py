@@ -50,6 +50,14 @@ PARTS = {
             PROPERTY + "test_pages.py",
         ),
     ),
+    "loans": Part(
+        ("comm_pool.loans", "comm_pool.loan_slots"),
+        (
+            UNIT + "comm_pool/test_loans.py",
+            UNIT + "comm_pool/test_loan_slots.py",
+            PROPERTY + "test_loans.py",
+        ),
+    ),
     "switch": Part(
         (
             "coordinator.protocol.switch_participant",

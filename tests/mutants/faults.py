@@ -1,4 +1,4 @@
-"""Ten faults put into the product on purpose: `python -m tests.mutants.faults [NAME...]`.
+"""Sixteen faults put into the product on purpose: `python -m tests.mutants.faults [NAME...]`.
 
 Each is one changed line in a copy of the checkout. Tests of `make test` must fail with it, and the
 same tests must pass without it. The first tests named are the ones that should notice first.
@@ -28,6 +28,8 @@ class Fault:
     instead: str
     tests: tuple[str, ...]
 
+
+LOANS = ("tests/unit/comm_pool/test_loans.py", "tests/property/test_loans.py")
 
 FAULTS = {
     "view's offset": Fault(
@@ -83,6 +85,42 @@ FAULTS = {
         "self.tally.add(measure, series.labels, series.value - value, grown)",
         "self.tally.add(measure, series.labels, series.value, grown)",
         ("tests/unit/coordinator/test_metrics_aggregator.py",),
+    ),
+    "loan's lender": Fault(
+        "comm_pool/loans.py",
+        "wished = holders[rank % len(holders)]",
+        "wished = holders[0]",
+        LOANS,
+    ),
+    "loan's lost lender": Fault(
+        "comm_pool/loans.py",
+        "return lenders[lost.index(wished) % len(lenders)]",
+        "return lost[lost.index(wished) % len(lenders)]",
+        LOANS,
+    ),
+    "loan's slot": Fault(
+        "comm_pool/loans.py",
+        "number - slots if number >= slots else None",
+        "number - slots - 1 if number > slots else None",
+        LOANS,
+    ),
+    "loan's part twice": Fault(
+        "comm_pool/loans.py",
+        "if layer not in whole for each in of_a_layer",
+        "if layer not in whole for each in (*of_a_layer, *of_a_layer[:1])",
+        LOANS,
+    ),
+    "loan's own part": Fault(
+        "comm_pool/loans.py",
+        "for part in _lacking(rank, ranks, parts)\n    ]",
+        "for part in order_of(rank, ranks, parts)\n    ]",
+        LOANS,
+    ),
+    "loan's whole layer": Fault(
+        "comm_pool/loans.py",
+        "for layer in range(layers) if layer not in whole for each",
+        "for layer in range(layers) for each",
+        LOANS,
     ),
     "chart value": Fault(
         "helm/templates/gateway.yaml",
