@@ -37,6 +37,8 @@ class RankSpec:
     """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
     """The number of parts of the weights, of which the rank holds one; 1: it holds all."""
+    borrow: str = "none"
+    """Which layers are in parts and borrowed: `ffn`, `all`; `none`: all are, and none borrowed."""
     ranks_per_device: int = 1
     joins: bool = False
     """Whether the others already serve; the rank then replaces a lost process in their memory."""
@@ -45,10 +47,13 @@ class RankSpec:
 def modes_widths(spec: RankSpec) -> tuple[int, ...]:
     """Return the widths of groups that ranks can serve in, ascending.
 
-    Ranks that hold one part of the weights serve in the widest groups alone: narrower groups lack
-    parts, as neighbouring members hold the same one (comm_pool/mixed.py).
+    Ranks that hold one part of the weights serve in the widest groups, and alone if they borrow
+    what they lack. Groups between lack parts, as neighbouring members hold the same one
+    (comm_pool/mixed.py).
     """
-    return spec.widths if spec.parts == 1 else (spec.widest,)
+    if spec.parts == 1:
+        return spec.widths
+    return (spec.widest,) if spec.borrow == "none" else (1, spec.widest)
 
 
 def rank_spec(

@@ -85,6 +85,11 @@ def kv_name(rank: int) -> str:
     return f"kv-{rank}"
 
 
+def weights_name(rank: int) -> str:
+    """Name the memory of a rank's part of the weights."""
+    return f"weights-{rank}"
+
+
 def measurements_name(rank: int) -> str:
     """Name the start-up measurements of a rank."""
     return f"measured-{rank}"
@@ -95,7 +100,7 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_ranks = (
-        name(rank) for name in (mailbox_name, kv_name, measurements_name) for rank in range(world)
+        name(rank) for name in (mailbox_name, kv_name, weights_name, measurements_name) for rank in range(world)
     )
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

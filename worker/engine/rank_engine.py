@@ -116,7 +116,7 @@ class RankEngine:
         """The probe results of the start-up."""
         self._warm(progress)
         notes.note("graphs and warm steps")
-        if spec.parts > 1:
+        if spec.parts > 1 and not builder.borrows:
             # A rank with a part of the weights computes nothing alone, so it waits for its peers.
             key = ModeKey(Mode.DP, 1)
             config = mode_config(base, key, LAYOUT.name)

@@ -23,7 +23,9 @@ from worker.engine.config import ModeKey, mode_config
 from worker.engine.device import whole_blocks
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
+from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
+from worker.engine.weights.lending import Borrowing, Place, share_parts
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
@@ -54,7 +56,14 @@ class TreeBuilder:
     """Bytes of the weights, once loaded."""
     view_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of each tree outside of the replica; the rank refuses to start unless 0."""
+    borrowing: Borrowing | None = None
+    """What the rank computes alone with, once loaded; None if it has all weights or waits alone."""
     _proved: int = 0
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the rank borrows the parts that it lacks."""
+        return self.spec.parts > 1 and self.spec.borrow != "none"
 
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
@@ -67,10 +76,41 @@ class TreeBuilder:
             config, group = self._config_of_part(parts), self._parted_over()
         activate(group)
         with set_current_vllm_config(config), whole_blocks(self.device):
-            replica = load_replica(config, self.spec.widest, parts)
+            replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
             self._prove(replica, replica, parts, group.rank_in_group)
+            if self.borrows:
+                self.borrowing = self._share_parts(replica)
         self.replica_bytes = weight_bytes(replica)
         return replica
+
+    def _share_parts(self, part: nn.Module) -> Borrowing:
+        spec, widest = self.spec, self.communicators.of_width(self.spec.widest)
+        place = Place(spec.rank, spec.rank - spec.rank % spec.widest, spec.widest, spec.parts)
+        return share_parts(
+            part,
+            place,
+            self.device,
+            memory=spec.memory,
+            cpu_group=widest.group.cpu_group,
+            # The others of a rank that joins serving ones have filled their memory long ago.
+            meet=(lambda: None) if spec.joins else widest.group.barrier,
+        )
+
+    def _borrowing_tree(self, replica: nn.Module) -> nn.Module:
+        """Build the tree that computes alone with parts of all ranks."""
+        key, borrowing = ModeKey(Mode.DP, 1), self.borrowing
+        assert borrowing is not None, "it was loaded before."
+        activate(self.communicators.of_width(1))
+        with set_current_vllm_config(self.configs[key]):
+            tree = build_borrowing_tree(
+                self.configs[key],
+                replica,
+                borrowing.units,
+                borrowing.ring,
+                shards=self.spec.widest,
+            )
+        self._require_views(str(key), tree, replica)
+        return tree
 
     def _config_of_part(self, parts: int) -> VllmConfig:
         return mode_config(self.base, ModeKey(Mode.TP, parts), LAYOUT.name)
@@ -85,7 +125,8 @@ class TreeBuilder:
     def trees(self, replica: nn.Module, progress: Callable[[int, int], None]) -> Trees:
         """Build all trees, the replica first; `progress` is called with (done, total)."""
         wider = [key for key in self.keys if key.width > 1]
-        made: Trees = {key: {key.mode: replica} for key in self.keys if key.width == 1}
+        alone = self._borrowing_tree(replica) if self.borrows else replica
+        made: Trees = {key: {key.mode: alone} for key in self.keys if key.width == 1}
         for done, key in enumerate(wider):
             progress(done, len(wider))
             communicator = self.communicators.of_width(key.width)
@@ -95,7 +136,7 @@ class TreeBuilder:
         progress(len(wider), max(1, len(wider)))
         fused = sum(fuse_rope(made[key][key.mode], self.configs[key]) for key in self.keys)
         for key in wider:
-            self._add_sp(made[key], key, replica)
+            self._add_sp(made[key], key, replica, alone)
         log.info("trees_proved", layers=self._proved, fused_attentions=fused)
         return made
 
@@ -120,11 +161,11 @@ class TreeBuilder:
             rank_in_group=place,
             device=self.device,
             shards=self.spec.widest,
-            parts=self.spec.parts,
         )
 
     def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:
-        foreign = foreign_bytes(tree, replica)
+        lent = () if self.borrowing is None else self.borrowing.lent
+        foreign = foreign_bytes(tree, replica, lent)
         if foreign:
             raise ViewError(
                 f"the {name} tree owns {foreign} bytes outside of the replica: leave its width out "
@@ -132,7 +173,9 @@ class TreeBuilder:
             )
         self.view_bytes[name] = foreign
 
-    def _add_sp(self, trees: dict[StepMode, nn.Module], key: ModeKey, replica: nn.Module) -> None:
+    def _add_sp(
+        self, trees: dict[StepMode, nn.Module], key: ModeKey, replica: nn.Module, alone: nn.Module
+    ) -> None:
         """Add the sp tree and one tree per mixed shape, and prove their exchanges."""
         tp_tree, config = trees[Mode.TP], self.configs[key]
         model = self.base.model_config
@@ -140,14 +183,16 @@ class TreeBuilder:
             model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), key.width
         )
         whole = self.communicators.of_width(key.width)
-        if self.spec.parts == 1:
+        if self.spec.parts == 1 or self.borrows:
             try:
-                tree = build_sp_tree(replica, tp_tree, plan, whole.group, config)
+                tree = build_sp_tree(alone, tp_tree, plan, whole.group, config)
             except ViewError as error:
                 log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
                 return
             # Mixed shapes stay whole: their reductions would run beside their exchanges.
-            tree.exchange.parts_tried = self.spec.exchange_parts
+            if self.spec.borrow != "all" or self.spec.parts == 1:
+                # A product of a loan cannot be computed in several calls.
+                tree.exchange.parts_tried = self.spec.exchange_parts
             self._prove_exchange(tree)
             self._require_views(f"sp{key.width}", tree, replica)
             trees[Mode.SP] = tree
@@ -155,7 +200,7 @@ class TreeBuilder:
             if mixed.width != key.width or mixed.tp % self.spec.parts:
                 continue  # Its parts are wider than those that the rank holds.
             reducing, part = self.communicators.reducing(mixed), replica
-            if mixed.tp > self.spec.parts:
+            if mixed.tp > self.spec.parts or self.spec.borrow == "ffn":
                 part_config = self._config_of_part(mixed.tp)
                 part = self._tp_tree(mixed.tp, part_config, replica, reducing)
             tree = build_mixed_tree(

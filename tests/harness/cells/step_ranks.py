@@ -3,7 +3,8 @@
 Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
-the weights. Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
+the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend.
+Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
 "weights": bytes}}. Only the choice of each step's mode is replaced; the rest is the product.
 """
 
@@ -39,10 +40,10 @@ TIME_LIMIT_S = 450
 BORN = 1
 
 
-def chooser(run: str, mixed: Sequence[str], parts: int = 1) -> Choice:
+def chooser(run: str, mixed: Sequence[str], *, has_sp: bool = True) -> Choice:
     """`tp`, `sp`, a mixed shape, or `random-SEED`: any of them for each step by chance.
 
-    Ranks that hold one of several `parts` of the weights have no sp.
+    Ranks that hold one of several parts of the weights and borrow none have no sp.
     """
     word, _, seed = run.partition("-")
     shapes = [read_mixed(each) for each in mixed]
@@ -51,8 +52,13 @@ def chooser(run: str, mixed: Sequence[str], parts: int = 1) -> Choice:
     if word != "random":
         return lambda _tokens: Mode(word)
     draw = random.Random(seed)
-    modes: list[StepMode] = [Mode.TP, *([Mode.SP] if parts == 1 else []), *shapes]
+    modes: list[StepMode] = [Mode.TP, *([Mode.SP] if has_sp else []), *shapes]
     return lambda _tokens: draw.choice(modes)
+
+
+def has_sp(spec: dict[str, Any]) -> bool:
+    """Whether the ranks of a SPEC can compute with all weights."""
+    return spec.get("parts", 1) == 1 or spec.get("borrow", "none") != "none"
 
 
 class Collector:
@@ -78,7 +84,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     scheduler = member.mode_of(binding.group).scheduler
     results = {}
     for run in spec["runs"]:
-        choose = chooser(run, spec.get("mixed", ()), spec.get("parts", 1))
+        choose = chooser(run, spec.get("mixed", ()), has_sp=has_sp(spec))
         modes = Counter[str]()
 
         def mode_of_step(
@@ -120,20 +126,24 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
-    own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1))
+    own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1), borrow=spec.get("borrow", "none"))
     engine = build_engine(base, own)
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]
-    group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)
+    everybody = tuple(Rank(each) for each in range(config.cell.ranks))
+    group, alone = Group(everybody, Mode.SHIFT), spec.get("alone")
+    if alone is not None:
+        group = Group((Rank(alone),), Mode.DP)
     binding = Binding(group, BORN)
-    member.join(binding)
+    if rank in group.ranks:
+        member.join(binding)
     if rank == group.leader:
         results = lead(member, binding, collector, spec)
         out.write_bytes(pickle.dumps(results))
-    else:
+    elif rank in group.ranks:
         while not isinstance(member.follow(binding, wait_s=1.0), LeaveGroup):
             pass
-    engine.communicators.of_width(group.width).group.barrier()
+    engine.communicators.of_width(len(everybody)).group.barrier()
 
 
 def run_steps(folder: Path, spec: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.harness.cells.step_ranks import run_steps
+from tests.harness.cells.step_ranks import has_sp, run_steps
 from tests.harness.vllm.reference_files import reference
 from tests.harness.vllm.references import FP32_TOLERANCE, LOGITS_ARGS, NEW_TOKENS
 
@@ -34,7 +34,7 @@ def check_runs(folder: Path, name: str, model: Path, **spec: Any) -> int:
         "requests": requests,
         **spec,
     }
-    plain = {"tp", "sp"} if spec.get("parts", 1) == 1 else {"tp"}
+    plain = {"tp", "sp"} if has_sp(spec) else {"tp"}
     results = run_steps(folder, given)
     for run, result in results.items():
         *streams, scored = result["streams"]

@@ -252,17 +252,17 @@ def adopt_methods(tree: nn.Module, replica: nn.Module) -> None:
             module.quant_method = ViewedFp8Method(_view_kernel(name, module, source))
             module.requires_unquantized_input = source.requires_unquantized_input
         elif isinstance(module, Attention):
-            for spent in [each for each in module._parameters if each not in source._parameters]:
-                del module._parameters[spent]
-            module.quant_method = None  # It would read the consumed ones; only loading uses it.
-            for scale in (
-                "_q_scale_float",
-                "_k_scale_float",
-                "_v_scale_float",
-                "_prob_scale_float",
-            ):
-                if hasattr(source, scale):
-                    setattr(module, scale, getattr(source, scale))
+            adopt_attention(module, source)
+
+
+def adopt_attention(module: Attention, source: nn.Module) -> None:
+    """Give an attention layer on meta what loading has left in the loaded one."""
+    for spent in [each for each in module._parameters if each not in source._parameters]:
+        del module._parameters[spent]
+    module.quant_method = None  # It would read the consumed ones; only loading uses it.
+    for scale in ("_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale_float"):
+        if hasattr(source, scale):
+            setattr(module, scale, getattr(source, scale))
 
 
 def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> FP8ScaledMMLinearKernel:

@@ -41,13 +41,14 @@ class ShardPlan:
     """Storage of a tree under construction: S shards in all, of which it holds S / width.
 
     `loads`: it is filled from a checkpoint. Other trees are built on meta and take the loaded
-    weights. `attention_whole`: layers of attention and the lm_head hold all S shards, and only
-    feed-forward layers and experts S / width.
+    weights. `head_whole`: the lm_head holds all S shards; `attention_whole`: layers of attention do
+    too, and only feed-forward layers and experts S / width.
     """
 
     shards: int
     width: int
     loads: bool = False
+    head_whole: bool = False
     attention_whole: bool = False
 
     @property
@@ -345,7 +346,7 @@ class PlannedHead(ParallelLMHead):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         plan = _plan.get()
-        if plan is not None and plan.attention_whole:
+        if plan is not None and plan.head_whole:
             kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
 

@@ -6,7 +6,7 @@ Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte
 replica, and `worker.engine.weights.selftest` that it computes what a copy of its share would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -59,16 +59,20 @@ VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
 
 
 def load_replica(
-    config: VllmConfig, shards: int, parts: int = 1, *, attention_whole: bool = False
+    config: VllmConfig, shards: int, parts: int = 1, borrow: str = "none"
 ) -> nn.Module:
     """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`.
 
     With several `parts`, load this rank's part: its place in vLLM's active tp group, which has
     `parts` members. The part covers heads, inner features, experts and output vocabulary; token
-    embeddings are whole. With `attention_whole` it covers inner features and experts alone.
+    embeddings are whole. Where ranks borrow (`ffn` or `all`) the output vocabulary is whole too,
+    and with `ffn` so are heads.
     """
     check_widths(config, shards)
-    with building(ShardPlan(shards, parts, loads=True, attention_whole=attention_whole)):
+    plan = ShardPlan(
+        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
+    )
+    with building(plan):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
@@ -149,10 +153,9 @@ def build_tp_tree(
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
-    unbound = [name for name, tensor in _tensors(tree) if tensor.is_meta]
-    if unbound:
+    if (name := unbound_tensor(tree)) is not None:
         raise ViewError(
-            f"{unbound[0]} cannot be viewed in width {width}: leave this width out of --widths, "
+            f"{name} cannot be viewed in width {width}: leave this width out of --widths, "
             "and please report it with the model's config.json."
         )
     return tree.eval()
@@ -171,7 +174,7 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
         if isinstance(module, RoutedExperts):
             bind_experts(name, module, source, width, rank)
             continue
-        _adopt_meta(module, source)
+        adopt_meta(module, source)
         if is_quantized(source):
             bind_quantized(name, module, source, width, rank)
             continue
@@ -201,7 +204,7 @@ def _shard(
     return full
 
 
-def _adopt_meta(module: nn.Module, source: nn.Module) -> None:
+def adopt_meta(module: nn.Module, source: nn.Module) -> None:
     """Replace buffers and plain tensor attributes made on meta with the replica's."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -209,6 +212,11 @@ def _adopt_meta(module: nn.Module, source: nn.Module) -> None:
     for name, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor) and value.is_meta:
             setattr(module, name, getattr(source, name))
+
+
+def unbound_tensor(tree: nn.Module) -> str | None:
+    """Return the name of a tensor that is still on meta; None if the tree has all of them."""
+    return next((name for name, tensor in _tensors(tree) if tensor.is_meta), None)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,12 +238,17 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(_storages(model).values())
 
 
-def foreign_bytes(tree: nn.Module, replica: nn.Module) -> int:
+def foreign_bytes(
+    tree: nn.Module, replica: nn.Module, lent: Collection[torch.Tensor] = ()
+) -> int:
     """Return the bytes that `tree` owns outside of `replica`'s storages; 0 for a view tree.
+
+    `lent` are memory that a tree has from its peers or borrows into.
 
     A rank's map of its experts, some bytes per layer, is no weight and does not count.
     """
     own = _storages(replica)
+    own |= {each.untyped_storage().data_ptr(): 0 for each in lent}
     own |= {
         experts._expert_map.untyped_storage().data_ptr(): 0
         for _, experts in experts_of(tree)

@@ -1,0 +1,180 @@
+"""vLLM adapter: the memory of a rank's part of the weights, which its peers can read.
+
+A unit is what a rank borrows as one: the linear layers of a feed-forward network, a linear layer of
+an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in one
+piece of memory. Tensors that a borrower copies in every step come first, so one copy moves them;
+small ones, such as biases and scales, follow and are copied once. All parts of a unit have the same
+layout, whatever vLLM's loader and its kernels made of the weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+
+ALIGNMENT_BYTES = 256
+"""Alignment of each tensor: what kernels and the copy engine want."""
+
+RESIDENT_SHARE = 64
+"""Tensors below this fraction of a unit's largest one are copied once, at start-up."""
+
+Take = Callable[[int], torch.Tensor]
+"""Returns memory of so many bytes, (bytes,) int8, that peers can map."""
+
+
+class UnitKind(StrEnum):
+    """What a unit computes, and so how the results of its parts are put together."""
+
+    FEED_FORWARD = "feed-forward"
+    QKV = "qkv"
+    OUTPUT = "output"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The layers that a rank borrows as one; `layers` by their path below `name`."""
+
+    name: str
+    kind: UnitKind
+    layers: Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a layer's tensor lies in a unit's memory, from `offset` bytes on; strides in items."""
+
+    layer: str
+    holder: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in memory with this layout, (bytes,) int8."""
+        size = _extent(self.shape, self.stride) * self.dtype.itemsize
+        flat = raw[self.offset : self.offset + size].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+    def moved(self, by: int) -> "TensorPlace":
+        """Return the same place, `by` bytes further from where the memory begins."""
+        return replace(self, offset=self.offset + by)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """A unit's tensors; those before `loan_bytes` are copied in every step, the rest once."""
+
+    places: tuple[TensorPlace, ...]
+    loan_bytes: int
+    num_bytes: int
+
+
+def units_of(part: nn.Module) -> Iterator[Unit]:
+    """Yield the units of which a loaded tree holds one of several parts, in order of use."""
+    inside = ""
+    for name, module in part.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        parted = {path: child for path, child in module.named_children() if is_parted(child)}
+        if any(isinstance(child, ShardMajorGateUp) for child in parted.values()):
+            inside = f"{name}."
+            yield Unit(name, UnitKind.FEED_FORWARD, parted)
+        elif is_parted(module):
+            yield Unit(name, _kind_of(name, module), {"": module})
+
+
+def is_parted(layer: nn.Module) -> bool:
+    """Return whether a loaded layer holds one of several parts."""
+    if isinstance(layer, RoutedExperts):
+        return bool(layer.local_num_experts < layer.global_num_experts)
+    return isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and layer.tp_size > 1
+
+
+def _kind_of(name: str, layer: nn.Module) -> UnitKind:
+    for kind, layers in (
+        (UnitKind.EXPERTS, RoutedExperts),
+        (UnitKind.QKV, ShardMajorQKV),
+        (UnitKind.OUTPUT, RowParallelLinear),
+    ):
+        if isinstance(layer, layers):
+            return kind
+    raise ViewError(
+        f"layer {name} is a {type(layer).__name__}, whose parts cannot be put together: use "
+        "--borrow none, and please report it."
+    )
+
+
+def _tensors_of(layer: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (holder, name, tensor) of a layer's parameters, buffers and plain attributes."""
+    for holder in ("_parameters", "_buffers"):
+        for name, tensor in getattr(layer, holder).items():
+            if tensor is not None:
+                yield holder, name, tensor.data
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            yield "", name, value
+
+
+def put_tensor(layer: nn.Module, place: TensorPlace, tensor: torch.Tensor) -> None:
+    """Give a layer a tensor in the place of its own."""
+    if place.holder == "_parameters":
+        layer._parameters[place.name] = nn.Parameter(tensor, requires_grad=False)
+    elif place.holder:
+        layer._buffers[place.name] = tensor
+    else:
+        setattr(layer, place.name, tensor)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of items from the first to the last of a tensor."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def layout_of(unit: Unit) -> UnitLayout:
+    """Lay a unit's tensors out, the large ones first.
+
+    Raises:
+        ViewError: if a tensor has gaps, so that its memory is not its own.
+    """
+    found = [
+        (name, *each)
+        for name, layer in unit.layers.items()
+        for each in _tensors_of(layer)
+        if each[2].numel()
+    ]
+    largest = max(tensor.nbytes for *_, tensor in found)
+    found.sort(key=lambda each: each[3].nbytes * RESIDENT_SHARE < largest)
+    places, end, loan_bytes = [], 0, 0
+    for layer, holder, name, tensor in found:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if _extent(shape, stride) != tensor.numel():
+            raise ViewError(
+                f"layer {unit.name}.{layer} has a tensor {name} with gaps in its memory, which "
+                "peers cannot borrow: use --borrow none, and please report it."
+            )
+        places.append(TensorPlace(layer, holder, name, tensor.dtype, shape, stride, end))
+        end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if tensor.nbytes * RESIDENT_SHARE >= largest:
+            loan_bytes = end
+    return UnitLayout(tuple(places), loan_bytes, end)
+
+
+def move_in(unit: Unit, layout: UnitLayout, raw: torch.Tensor) -> None:
+    """Copy a unit's tensors into its memory and make the layers use them there."""
+    for place in layout.places:
+        layer = unit.layers[place.layer]
+        held = getattr(layer, place.holder)[place.name] if place.holder else None
+        own = vars(layer)[place.name] if held is None else held.data
+        there = place.view(raw)
+        there.copy_(own)
+        put_tensor(layer, place, there)
+
