@@ -36,7 +36,7 @@ from worker.launch.launcher import fork_rank, memory_of
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
 
-TIME_LIMIT_S = 450
+TIME_LIMIT_S = 60
 BORN = 1
 
 

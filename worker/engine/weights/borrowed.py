@@ -85,10 +85,12 @@ class BorrowedModule(nn.Module):
     def computed(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Compute the number-th part, the own one first."""
         _, loan = self._places[number]
-        if loan is None:
-            return self.parts[number](*args, **kwargs)
-        with self._ring[0].use(loan):
-            return self.parts[number](*args, **kwargs)
+        with nullcontext() if loan is None else self._ring[0].use(loan):
+            return self.compute(self.parts[number], *args, **kwargs)
+
+    def compute(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute one part while its tensors are in place."""
+        return part(*args, **kwargs)
 
 
 class BorrowedFeedForward(BorrowedModule):
@@ -118,6 +120,10 @@ class BorrowedQKV(BorrowedModule):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(T, hidden) -> (T, [q | k | v])."""
         return self._whole[0].ordered(self.stored(input_)[0]), None
+
+    def compute(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See `BorrowedModule`."""
+        return part.stored(*args, **kwargs)
 
     def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(T, hidden) -> (T, S·[q k v]): rows in stored order."""
@@ -150,11 +156,9 @@ class BorrowedOutput(BorrowedModule):
 class BorrowedExperts(BorrowedModule):
     """The experts of a layer: the sum of what each part's range of experts computes."""
 
-    def computed(self, number: int, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BorrowedModule`."""
-        _, loan = self._places[number]
-        with nullcontext() if loan is None else self._ring[0].use(loan):
-            return self.parts[number].forward_modular(*args, **kwargs)
+        return part.forward_modular(*args, **kwargs)
 
     def take_place(self, own: RoutedExperts) -> RoutedExperts:
         """Return `own` without weights: vLLM's runner asks it for all but the computation."""
