@@ -26,6 +26,7 @@ from coordinator.protocol.model_support import refusals
 GIB = 2**30
 UTILIZATION = 0.92
 """vLLM's default share of a GPU's memory; a test compares it."""
+SHARE, OFFLOAD = "--gpu-memory-utilization", "--cpu-offload-gb"
 TWO_BYTES = ("bfloat16", "float16", "half")
 FOUR_BYTES = ("float32", "float")
 
@@ -58,6 +59,7 @@ def check_model(
                 raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
         if others:
             raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
+        _check_ranges(options)
     except OptionError as error:
         raise ConfigError(f"model.engine_args: {error}") from error
     try:
@@ -74,6 +76,15 @@ def check_model(
     if sentences:
         raise ConfigError(sentences[0])
     return files
+
+
+def _check_ranges(options: Sequence[GivenOption]) -> None:
+    """Refuse numbers of the memory check that vLLM refuses as well."""
+    share, offload = last_value(options, SHARE), last_value(options, OFFLOAD)
+    if share is not None and not 0 < float(share) <= 1:
+        raise OptionError(f"{SHARE} {share}: use a number above 0, and 1 at most.")
+    if offload is not None and float(offload) < 0:
+        raise OptionError(f"{OFFLOAD} {offload}: use 0 or more.")
 
 
 def _find(
@@ -105,14 +116,14 @@ def _too_large(
     config: Config, files: ModelFiles, options: Sequence[GivenOption], memory: Memory
 ) -> list[str]:
     """Return a sentence if the weights alone surely exceed the memory."""
-    if (last_value(options, "--cpu-offload-gb") or "0") != "0":
+    if float(last_value(options, OFFLOAD) or 0):
         return []
     cell, size = config.cell, _loaded_bytes(files, options)
     per_rank = size // cell.weight_parts
     if cell.device == "cpu":
         needed, room, who = per_rank * cell.ranks, memory.bytes, f"{cell.ranks} ranks"
     else:
-        utilization = float(last_value(options, "--gpu-memory-utilization") or UTILIZATION)
+        utilization = float(last_value(options, SHARE) or UTILIZATION)
         needed = per_rank * cell.ranks_per_device
         room, who = int(memory.bytes * utilization), "a device"
     if needed <= room:

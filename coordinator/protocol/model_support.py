@@ -136,9 +136,9 @@ def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
             yield parallel_refusal(name)
     if is_on(options, "--enable-lora"):
         yield LORA
-    if "--speculative-config" in names:
+    if last_value(options, "--speculative-config") is not None:
         yield SPECULATION
-    if "--kv-transfer-config" in names:
+    if last_value(options, "--kv-transfer-config") is not None:
         yield KV_CONNECTORS
     if (last_value(options, "--kv-cache-dtype") or "auto") not in KV_TYPES:
         yield kv_type_refusal(last_value(options, "--kv-cache-dtype") or "")

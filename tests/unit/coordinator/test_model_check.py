@@ -217,6 +217,17 @@ def test_a_model_that_ranks_serve(model: Path, fields: dict[str, Any]) -> None:
         (["--max-num-seqs", "many"], "--max-num-seqs takes a whole number, not 'many'"),
         (["--dtype", "int8"], "--dtype cannot be 'int8': use one of auto, "),
         (["stray"], "'stray' is no option"),
+        *(
+            (["--gpu-memory-utilization", value], f"utilization takes a number, not '{value}'")
+            for value in ("None", "", "nan", "inf", "1e999", "1e5.", "0x1")
+        ),
+        *(
+            (["--gpu-memory-utilization", value], f"utilization {value}: use a number above 0")
+            for value in ("0", "-1", "1.1")
+        ),
+        (["--cpu-offload-gb", "None"], "--cpu-offload-gb takes a number, not 'None'"),
+        (["--cpu-offload-gb", "-1"], "--cpu-offload-gb -1: use 0 or more"),
+        (["--gpu-memory-utilization.x", "1"], "takes a number and has no parts"),
         (["--kv-cache-dtype", "fp8"], "KV cache type 'fp8' cannot be served"),
         (["--enable-lora"], "LoRA adapters cannot be served"),
         (["--speculative-config", "{}"], "speculative decoding cannot be served"),
@@ -242,6 +253,26 @@ def test_weights_that_exceed_the_memory() -> None:
     check(MODEL_DIR, *options, device="cuda", memory=Memory(size, "its GPU"))
     with pytest.raises(ConfigError, match="larger devices"):
         check(MODEL_DIR, *options, device="cuda", memory=Memory(size // 9, "its GPU"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cpu-offload-gb", "0"],
+        ["--cpu-offload-gb", "0.0"],
+        ["--cpu-offload-gb=0e3"],
+        ["--quantization", "None"],
+        ["--quantization="],
+        ["--speculative-config", "None", "--kv-transfer-config", "None", "--revision", "None"],
+    ],
+)
+def test_an_option_of_nothing_is_as_good_as_none(words: list[str]) -> None:
+    size = (MODEL_DIR / "model.safetensors").stat().st_size
+    device: dict[str, Any] = {"device": "cuda"}
+    check(MODEL_DIR, *words, memory=Memory(2 * size, "its GPU"), **device)
+    with pytest.raises(ConfigError, match="in a device, but its GPU has room"):
+        check(MODEL_DIR, *words, memory=Memory(size, "its GPU"), **device)
+    check(MODEL_DIR, "--cpu-offload-gb", "0.5", memory=Memory(size, "its GPU"), **device)
 
 
 def test_gpus_are_read_with_their_memory() -> None:
