@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Mapping
+from contextlib import suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,47 @@ def test_a_model_that_ranks_refuse(model: Path, fields: dict[str, Any], sentence
     with pytest.raises(ConfigError, match=sentence) as refused:
         check(model, device="cuda")
     assert str(refused.value).count(str(model)) == 1
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("value", [["fp8"], "fp8", 8, 0.5, True])
+def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) -> None:
+    change(model, **{name: value})
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match=f"{name} in config.json is no object"):
+            check(model, device=device)
+
+
+READ = (
+    *("architectures", "is_encoder_decoder", "kv_lora_rank", "model_type", "use_sliding_window"),
+    *("sliding_window", "layer_types", "quantization_config", "compression_config", "dtype"),
+    *("torch_dtype", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("intermediate_size", "num_experts", "num_local_experts"),
+)
+"""The members of config.json that the check reads."""
+READ_OF_QUANTIZATION = ("quant_method", "kv_cache_scheme", "weight_block_size", "config_groups")
+ANY_JSON = (None, True, 0, -1, 0.5, float("nan"), "x", "", [], [None], [[]], {}, {"x": None})
+
+
+@pytest.mark.parametrize("value", ANY_JSON, ids=repr)
+def test_members_of_any_type_never_raise_anything_else(model: Path, value: Any) -> None:
+    method = {"quant_method": "fp8"}
+    groups = (value, {"0": value}, {"0": {"weights": value, "input_activations": value}})
+    nested = [
+        *({**method, name: value} for name in READ_OF_QUANTIZATION),
+        *({**method, "config_groups": each} for each in groups),
+    ]
+    whole = (model / "config.json").read_text()
+    memory = Memory(2**40, "its GPU")
+    for fields in [
+        *({name: value} for name in READ),
+        *({"quantization_config": each} for each in nested),
+    ]:
+        (model / "config.json").write_text(whole)
+        change(model, **fields)
+        with suppress(ConfigError):
+            check(model, device="cuda", memory=memory)
+        assert main(["doctor", "--model", str(model), "--device", "cpu"]) in (0, 1)
 
 
 @pytest.mark.parametrize(
