@@ -18,7 +18,7 @@ from coordinator.cli import main
 from coordinator.cli.hardware import host_memory_bytes, read_gpus
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model
-from coordinator.protocol.model_files import ask_nobody, find_model
+from coordinator.protocol.model_files import ask_nobody, find_model, weight_bytes, weight_paths
 from worker.demo import MODEL_DIR
 
 LIMIT_S = 2.0
@@ -315,6 +315,43 @@ def test_an_option_of_nothing_is_as_good_as_none(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="in a device, but its GPU has room"):
         check(MODEL_DIR, *words, memory=Memory(size, "its GPU"), **device)
     check(MODEL_DIR, "--cpu-offload-gb", "0.5", memory=Memory(size, "its GPU"), **device)
+
+
+INDEX, MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
+
+
+def test_weights_in_two_forms_count_once(model: Path) -> None:
+    """vLLM prefers Mistral's own form, and an index to the names of files."""
+    size = (model / "model.safetensors").stat().st_size
+    whole, other = model / "consolidated.safetensors", model / "model-2.safetensors"
+    shutil.copy(model / "model.safetensors", whole)
+    files = find_model(str(model), {}, ask_nobody)
+    assert weight_paths(model) == [whole]
+    assert weight_paths(model, "safetensors") == [model / "model.safetensors"]
+    assert weight_bytes(files) == weight_bytes(files, "safetensors") == size
+    check(model, memory=Memory(2 * size, "this machine"))
+    shutil.copy(whole, other)
+    assert weight_bytes(files, "safetensors") == 2 * size
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": other.name, "b": other.name}}))
+    assert weight_paths(model) == [whole]
+    assert weight_paths(model, "safetensors") == [other]
+    assert weight_bytes(files, "safetensors") == size
+    (model / INDEX).write_text(json.dumps({"metadata": {"total_size": 7}}))
+    (model / MISTRAL_INDEX).write_text(json.dumps({"metadata": {"total_size": 8}}))
+    assert (weight_bytes(files), weight_bytes(files, "hf")) == (8, 7)
+    whole.unlink()
+    assert weight_bytes(files) == 7
+
+
+@pytest.mark.parametrize("value", ANY_JSON, ids=repr)
+def test_an_index_of_any_type_leaves_the_files_to_count(model: Path, value: Any) -> None:
+    size = (model / "model.safetensors").stat().st_size
+    for index in ({"metadata": value}, {"weight_map": value}, {"metadata": {"total_size": value}}):
+        (model / INDEX).write_text(json.dumps(index))
+        assert weight_bytes(find_model(str(model), {}, ask_nobody)) == size
+    (model / INDEX).write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        check(model, "--load-format", "dummy", memory=Memory(size, "this machine"))
 
 
 def test_gpus_are_read_with_their_memory() -> None:
