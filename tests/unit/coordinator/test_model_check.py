@@ -203,7 +203,21 @@ READ = (
 )
 """The members of config.json that the check reads."""
 READ_OF_QUANTIZATION = ("quant_method", "kv_cache_scheme", "weight_block_size", "config_groups")
-ANY_JSON = (None, True, 0, -1, 0.5, float("nan"), "x", "", [], [None], [[]], {}, {"x": None})
+ANY_JSON: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    0.5,
+    float("nan"),
+    "x",
+    "",
+    [],
+    [None],
+    [[]],
+    {},
+    {"x": None},
+)
 
 
 @pytest.mark.parametrize("value", ANY_JSON, ids=repr)
