@@ -128,7 +128,7 @@ def load_format(options: Sequence[GivenOption]) -> str:
 def _too_large(
     config: Config, size: int, options: Sequence[GivenOption], memory: Memory
 ) -> list[str]:
-    """Return a sentence if the weights, of so many bytes, surely exceed the memory alone."""
+    """Return a sentence if weights of `size` bytes surely exceed the memory alone."""
     if float(last_value(options, OFFLOAD) or 0):
         return []
     cell = config.cell

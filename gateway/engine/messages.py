@@ -101,7 +101,7 @@ def _converting(
     return convert_readable
 
 
-class _CountedChat(ChatCompletionRequest):
+class _CountedChat(ChatCompletionRequest):  # type: ignore[misc]
     """A conversation whose tokens are counted alone, so that it may exceed the context."""
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:

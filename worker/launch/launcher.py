@@ -439,8 +439,8 @@ def await_probes(pids: Mapping[int, Rank], reasons: int) -> str:
                 code = os.waitstatus_to_exitcode(status)
                 if code == 0 or reason:
                     continue
-                told = (lines.read() or b"").decode(errors="replace").strip()
-                reason = told.partition("\n")[0] or f"rank {rank} failed: {_words_for(code)}"
+                text = (lines.read() or b"").decode(errors="replace").strip()
+                reason = text.partition("\n")[0] or f"rank {rank} failed: {_words_for(code)}"
                 for other in waiting:
                     os.kill(other, signal.SIGKILL)
             time.sleep(PROBE_PAUSE_S)
