@@ -26,6 +26,7 @@ from coordinator.cli.up import check_files
 from coordinator.protocol.config import dump_config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.model_files import weight_bytes
+from coordinator.protocol.model_support import architectures
 from coordinator.protocol.nccl import can_share, nccl_version
 
 VLLM_VERSION = "0.32.0"
@@ -84,7 +85,7 @@ def check_one_model(options: argparse.Namespace) -> int:
     if files.config is None:
         print(f"note     model     {files.name}: known only once it is downloaded")
         return 0
-    name = next(iter(files.config.get("architectures") or ()), "unnamed architecture")
+    name = next(iter(architectures(files.config)), "unnamed architecture")
     size = weight_bytes(files)
     print(f"ok       model     {files.name}: {name}, for {where}")
     if size:

@@ -67,8 +67,8 @@ def parse_serve(
     if not options.model:
         raise CliError("name the model: aileron serve MODEL.", USAGE_STATUS)
     _set_ranks(options, given)
-    if (servers := last_value(given, SERVERS)) is not None and options.gateways is None:
-        options.gateways = max(1, int(servers))
+    if (servers := _size(given, SERVERS)) is not None and options.gateways is None:
+        options.gateways = servers
     names = next((option.values for option in reversed(given) if option.name == NAMES), ())
     options.served_names = tuple(names) or (options.model,)
     options.api_keys = _keys(given, "" if options.keys else environment.get(API_KEY_ENV, ""))
@@ -184,7 +184,7 @@ def _set_ranks(options: argparse.Namespace, given: Sequence[GivenOption]) -> Non
 
 def _size(given: Sequence[GivenOption], name: str) -> int | None:
     value = last_value(given, name)
-    if value is None or value == "None":
+    if value is None:
         return None
     if int(value) < 1:
         raise CliError(f"{name} {value}: use 1 or more.", USAGE_STATUS)

@@ -6,6 +6,7 @@ import functools
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -45,14 +46,16 @@ _ANYWHERE = ("", "0.0.0.0", "::")
 
 def run_up(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
+    _unwind_at_signals()
     grpc, rendezvous, serving, admin = free_ports(4)
     run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
     ports = (grpc, rendezvous, serving, admin)
     machine = Machine(len(gpu_names()), ports, str(run_dir), str(state_folder()))
     reason: str | None = None
+    own_keys = run_dir / "keys.yaml"
     try:
         if options.api_keys:
-            options.keys = write_keys(run_dir / "keys.yaml", options.api_keys)
+            options.keys = write_keys(own_keys, options.api_keys)
             os.environ.pop(API_KEY_ENV, None)
         config = build_config(options, machine)
         check_files(config)
@@ -62,6 +65,7 @@ def run_up(options: argparse.Namespace) -> int:
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
     finally:
+        own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
         if reason == "" or not any(run_dir.iterdir()):
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -69,6 +73,17 @@ def run_up(options: argparse.Namespace) -> int:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
         raise CliError(reason)
     return 0
+
+
+def _unwind_at_signals() -> None:
+    """Let signals that end the process unwind it, until the running cell handles them itself."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave)
 
 
 def write_keys(path: Path, secrets_of_user: Sequence[str]) -> Path:

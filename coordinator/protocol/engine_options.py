@@ -5,6 +5,7 @@ options again and has the last word: this module finds the mistakes that one can
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from coordinator.protocol.mistakes import proposal
 TABLE = Path(__file__).with_name("vllm_options.json")
 _LEVEL = re.compile(r"-O=?(\w+)")
 _NEGATIVE = re.compile(r"-\.?\d")
-_PATTERNS = {
-    "int": (re.compile(r"[+-]?[\d_]+|None"), "a whole number"),
-    "float": (re.compile(r"[+-]?[\d_]*\.?[\d_]+(e[+-]?\d+)?\.?|None", re.IGNORECASE), "a number"),
-    "size": (re.compile(r"auto|-?\d+|\d+(\.\d+)?[kmgtKMGT]"), "a number such as 4096 or 4k"),
+_SIZE = re.compile(r"auto|-?\d+|\d+(\.\d+)?[kmgtKMGT]")
+_NUMBERS = {
+    "int": "a whole number",
+    "float": "a number",
+    "size": "a number such as 4096 or 4k",
 }
-"""Kind of an option -> the form of its values, and that form in words."""
+"""Kind of an option that takes numbers -> their form in words."""
+_NOTHING = ("", "None")
+"""Values of an option that may be none, in place of one."""
 
 
 _NO_CORS = "let a proxy in front answer pages of other origins"
@@ -55,6 +59,8 @@ class Option:
     many: str = ""
     """argparse's sign for a number of values: ? or +; empty for one."""
     choices: tuple[str, ...] = ()
+    may_be_none: bool = False
+    """Whether the text None is no value."""
 
     @property
     def name(self) -> str:
@@ -78,7 +84,13 @@ def options_by_name() -> dict[str, Option]:
     """Return vLLM's options by each of their names."""
     rows = json.loads(TABLE.read_text())
     options = [
-        Option(tuple(row["names"]), row["kind"], row.get("many", ""), tuple(row.get("choices", ())))
+        Option(
+            tuple(row["names"]),
+            row["kind"],
+            row.get("many", ""),
+            tuple(row.get("choices", ())),
+            row.get("none", False),
+        )
         for row in rows
     ]
     return {name: option for option in options for name in option.names}
@@ -158,20 +170,37 @@ def _check(option: Option, values: Sequence[str], *, is_part: bool) -> None:
         return
     if not values and option.many != "?":
         raise OptionError(f"{option.name} needs a value.")
+    if is_part and option.kind in _NUMBERS:
+        raise OptionError(f"{option.name} takes {_NUMBERS[option.kind]} and has no parts.")
     for value in values if not is_part else ():
+        if option.may_be_none and value in _NOTHING:
+            continue
         if option.choices and value not in option.choices:
             known = ", ".join(option.choices)
             raise OptionError(f"{option.name} cannot be {value!r}: use one of {known}.")
-        pattern, words = _PATTERNS.get(option.kind, (None, ""))
-        if pattern is not None and not pattern.fullmatch(value.strip()):
-            raise OptionError(f"{option.name} takes {words}, not {value!r}.")
+        if option.kind in _NUMBERS and not _is_number(option.kind, value):
+            raise OptionError(f"{option.name} takes {_NUMBERS[option.kind]}, not {value!r}.")
+
+
+def _is_number(kind: str, value: str) -> bool:
+    """Return whether Python reads the value as a finite number, as vLLM does."""
+    if kind == "size":
+        return _SIZE.fullmatch(value.strip()) is not None
+    try:
+        return math.isfinite(int(value) if kind == "int" else float(value))
+    except (ValueError, OverflowError):
+        return False
 
 
 def last_value(given: Sequence[GivenOption], name: str) -> str | None:
-    """Return the value of the last such option, "" if it has none; None if it is not given."""
+    """Return the value of the last such option, "" if it has none; None if it is not given.
+
+    It is not given either if vLLM reads the value as none.
+    """
     for option in reversed(given):
         if option.name == name:
-            return option.values[0] if option.values else ""
+            value = option.values[0] if option.values else ""
+            return None if options_by_name()[name].may_be_none and value in _NOTHING else value
     return None
 
 

@@ -26,6 +26,7 @@ from coordinator.protocol.model_support import refusals
 GIB = 2**30
 UTILIZATION = 0.92
 """vLLM's default share of a GPU's memory; a test compares it."""
+SHARE, OFFLOAD = "--gpu-memory-utilization", "--cpu-offload-gb"
 TWO_BYTES = ("bfloat16", "float16", "half")
 FOUR_BYTES = ("float32", "float")
 
@@ -58,11 +59,13 @@ def check_model(
                 raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
         if others:
             raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
+        _check_ranges(options)
     except OptionError as error:
         raise ConfigError(f"model.engine_args: {error}") from error
     try:
         files = _find(config, options, environment, fetch)
         sentences = [*_missing(files, options, weights=weights)]
+        size = _loaded_bytes(files, options) if memory is not None else 0
     except ModelFilesError as error:
         raise ConfigError(str(error)) from error
     if not sentences and files.config is not None:
@@ -70,10 +73,19 @@ def check_model(
         reasons = refusals(files.config, options, cell.device, cell.widths)
         sentences = [f"{config.model.path}: {reason}" for reason in reasons]
     if not sentences and memory is not None:
-        sentences = [*_too_large(config, files, options, memory)]
+        sentences = [*_too_large(config, size, options, memory)]
     if sentences:
         raise ConfigError(sentences[0])
     return files
+
+
+def _check_ranges(options: Sequence[GivenOption]) -> None:
+    """Refuse numbers of the memory check that vLLM refuses as well."""
+    share, offload = last_value(options, SHARE), last_value(options, OFFLOAD)
+    if share is not None and not 0 < float(share) <= 1:
+        raise OptionError(f"{SHARE} {share}: use a number above 0, and 1 at most.")
+    if offload is not None and float(offload) < 0:
+        raise OptionError(f"{OFFLOAD} {offload}: use 0 or more.")
 
 
 def _find(
@@ -94,25 +106,37 @@ def _find(
 def _missing(files: ModelFiles, options: Sequence[GivenOption], *, weights: bool) -> list[str]:
     if files.folder is not None and (files.folder / "params.json").exists():
         return []  # vLLM reads Mistral's own form too.
-    loads_files = last_value(options, "--load-format") in (None, "auto", "safetensors")
+    loads_files = load_format(options) in ("auto", "safetensors")
     needs_tokenizer = not (
         last_value(options, "--tokenizer") or is_on(options, "--skip-tokenizer-init")
     )
-    return list(missing_files(files, weights=weights and loads_files, tokenizer=needs_tokenizer))
+    return list(
+        missing_files(
+            files,
+            load_format(options),
+            weights=weights and loads_files,
+            tokenizer=needs_tokenizer,
+        )
+    )
+
+
+def load_format(options: Sequence[GivenOption]) -> str:
+    """Return the format in which vLLM looks for the weights."""
+    return last_value(options, "--load-format") or "auto"
 
 
 def _too_large(
-    config: Config, files: ModelFiles, options: Sequence[GivenOption], memory: Memory
+    config: Config, size: int, options: Sequence[GivenOption], memory: Memory
 ) -> list[str]:
-    """Return a sentence if the weights alone surely exceed the memory."""
-    if (last_value(options, "--cpu-offload-gb") or "0") != "0":
+    """Return a sentence if weights of `size` bytes surely exceed the memory alone."""
+    if float(last_value(options, OFFLOAD) or 0):
         return []
-    cell, size = config.cell, _loaded_bytes(files, options)
+    cell = config.cell
     per_rank = size // cell.weight_parts
     if cell.device == "cpu":
         needed, room, who = per_rank * cell.ranks, memory.bytes, f"{cell.ranks} ranks"
     else:
-        utilization = float(last_value(options, "--gpu-memory-utilization") or UTILIZATION)
+        utilization = float(last_value(options, SHARE) or UTILIZATION)
         needed = per_rank * cell.ranks_per_device
         room, who = int(memory.bytes * utilization), "a device"
     if needed <= room:
@@ -138,7 +162,7 @@ def _remedy(config: Config, size: int, room: int) -> str:
 
 def _loaded_bytes(files: ModelFiles, options: Sequence[GivenOption]) -> int:
     """Return the least bytes that the weights take once they are loaded."""
-    size, config = weight_bytes(files), files.config or {}
+    size, config = weight_bytes(files, load_format(options)), files.config or {}
     stored = str(config.get("dtype") or config.get("torch_dtype") or "")
     wanted = last_value(options, "--dtype") or "auto"
     if last_value(options, "--quantization"):

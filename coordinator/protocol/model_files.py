@@ -6,6 +6,7 @@ an id that is not in the cache, Hugging Face is asked for config.json alone, wit
 
 import http.client
 import json
+import math
 import queue
 import re
 import threading
@@ -20,6 +21,11 @@ HUB_LIMIT_S = 1.5
 """Longest wait for an answer of Hugging Face; without one the model is not checked."""
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+MISTRAL_INDEX, MISTRAL_WEIGHTS = (
+    "consolidated.safetensors.index.json",
+    "consolidated*.safetensors",
+)
+"""Mistral's own form of the weights, which may lie beside that of Hugging Face."""
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tekken.json", "tiktoken.model"),
@@ -193,7 +199,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def missing_files(files: ModelFiles, *, weights: bool, tokenizer: bool) -> Iterator[str]:
+def missing_files(
+    files: ModelFiles, load_format: str = "auto", *, weights: bool, tokenizer: bool
+) -> Iterator[str]:
     """Yield a sentence for each file that is missing, not fetched or cut short."""
     folder = files.folder
     if folder is None or not files.is_complete:
@@ -206,16 +214,16 @@ def missing_files(files: ModelFiles, *, weights: bool, tokenizer: bool) -> Itera
             f"{folder} has no tokenizer, such as tokenizer.json: copy it there, or add --tokenizer."
         )
     if weights:
-        yield from _missing_weights(folder)
+        yield from _missing_weights(folder, load_format)
 
 
-def _missing_weights(folder: Path) -> Iterator[str]:
-    paths = weight_paths(folder)
+def _missing_weights(folder: Path, load_format: str) -> Iterator[str]:
+    paths = weight_paths(folder, load_format)
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         yield (
-            f"{folder} lacks {len(absent)} of the {len(paths)} files of weights that {INDEX} "
-            f"names, such as {absent[0]}: download them."
+            f"{folder} lacks {len(absent)} of the {len(paths)} files of weights that "
+            f"{_index_name(folder, load_format)} names, such as {absent[0]}: download them."
         )
     elif not paths:
         yield f"{folder} has no weights, such as model.safetensors: download them."
@@ -225,16 +233,35 @@ def _missing_weights(folder: Path) -> Iterator[str]:
             return
 
 
-def weight_paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path, load_format: str = "auto") -> list[Path]:
     """Return the files of weights that vLLM would load, whether they exist or not."""
-    index = _read_json(folder / INDEX)
-    if index is not None and isinstance(index.get("weight_map"), dict):
-        return [folder / name for name in sorted(set(map(str, index["weight_map"].values())))]
+    index = _read_json(folder / _index_name(folder, load_format)) or {}
+    named = _object(index.get("weight_map")).values()
+    if names := {name for name in named if isinstance(name, str)}:
+        return [folder / name for name in sorted(names)]
+    consolidated = sorted(folder.glob(MISTRAL_WEIGHTS))
+    if _loads_consolidated(folder, load_format):
+        return consolidated
     for suffix in WEIGHT_SUFFIXES:
         found = sorted(path for path in folder.glob(f"*{suffix}") if path.name not in NO_WEIGHTS)
         if found:
-            return found
+            # Without an index vLLM would load the same weights twice.
+            return [path for path in found if path not in consolidated] or found
     return []
+
+
+def _index_name(folder: Path, load_format: str) -> str:
+    return MISTRAL_INDEX if _loads_consolidated(folder, load_format) else INDEX
+
+
+def _loads_consolidated(folder: Path, load_format: str) -> bool:
+    """Return whether vLLM loads the weights in Mistral's form, which it prefers."""
+    return load_format in ("auto", "mistral") and any(folder.glob(MISTRAL_WEIGHTS))
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object as it is, and an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _damage_of(path: Path) -> str | None:
@@ -263,12 +290,13 @@ def _damage_of(path: Path) -> str | None:
     return None
 
 
-def weight_bytes(files: ModelFiles) -> int:
+def weight_bytes(files: ModelFiles, load_format: str = "auto") -> int:
     """Return the bytes of all weights by their files or their index; 0 if they are not known."""
     if files.folder is None:
         return 0
-    index = _read_json(files.folder / INDEX) or {}
-    total = (index.get("metadata") or {}).get("total_size")
-    if isinstance(total, int | float):
+    index = _read_json(files.folder / _index_name(files.folder, load_format)) or {}
+    total = _object(index.get("metadata")).get("total_size")
+    if isinstance(total, int | float) and total > 1 and math.isfinite(total):
         return int(total)
-    return sum(path.stat().st_size for path in weight_paths(files.folder) if path.exists())
+    paths = weight_paths(files.folder, load_format)
+    return sum(path.stat().st_size for path in paths if path.exists())

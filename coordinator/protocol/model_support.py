@@ -37,6 +37,8 @@ _PARALLEL_OPTIONS = (
     *("--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"),
     *("--decode-context-parallel-size", "--prefill-context-parallel-size"),
 )
+_QUANTIZATIONS = ("quantization_config", "compression_config")
+"""Where config.json describes quantized weights."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 _EXPERTS = ("num_experts", "num_local_experts")
 
@@ -124,6 +126,9 @@ def refusals(
     config = {**config, **_overrides(options)}
     yield from option_refusals(options)
     yield from _architecture_refusals(config, options)
+    for name in _QUANTIZATIONS:
+        if config.get(name) and not isinstance(config[name], Mapping):
+            yield f"{name} in config.json is no object: get the file again."
     yield from _quantization_refusals(config, options, device)
     yield from _width_refusals(config, widths)
 
@@ -136,9 +141,9 @@ def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
             yield parallel_refusal(name)
     if is_on(options, "--enable-lora"):
         yield LORA
-    if "--speculative-config" in names:
+    if last_value(options, "--speculative-config") is not None:
         yield SPECULATION
-    if "--kv-transfer-config" in names:
+    if last_value(options, "--kv-transfer-config") is not None:
         yield KV_CONNECTORS
     if (last_value(options, "--kv-cache-dtype") or "auto") not in KV_TYPES:
         yield kv_type_refusal(last_value(options, "--kv-cache-dtype") or "")
@@ -171,8 +176,7 @@ def _parsed(text: str | None) -> Any:
 def _architecture_refusals(
     config: Mapping[str, Any], options: Sequence[GivenOption]
 ) -> Iterator[str]:
-    named = config.get("architectures")
-    names = [str(each) for each in named] if isinstance(named, list) else []
+    names = architectures(config)
     if config.get("is_encoder_decoder"):
         yield ENCODERS
     elif any(key in config for key in ("vision_config", "audio_config", "thinker_config")):
@@ -185,20 +189,27 @@ def _architecture_refusals(
         yield SLIDING_WINDOW
 
 
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a model's architectures."""
+    named = config.get("architectures")
+    return [str(each) for each in named] if isinstance(named, list) else []
+
+
 def _has_window(config: Mapping[str, Any]) -> bool:
     """Return whether a layer attends to a window; Qwen's configurations may name an unused one."""
     is_unused = str(config.get("model_type", "")).startswith("qwen")
     if not config.get("use_sliding_window", not is_unused):
         return False
-    return bool(config.get("sliding_window")) or "sliding_attention" in (
-        config.get("layer_types") or ()
+    types = config.get("layer_types")
+    return bool(config.get("sliding_window")) or (
+        isinstance(types, list) and "sliding_attention" in types
     )
 
 
 def _quantization_refusals(
     config: Mapping[str, Any], options: Sequence[GivenOption], device: str
 ) -> Iterator[str]:
-    stored = config.get("quantization_config") or config.get("compression_config") or {}
+    stored = next((found for name in _QUANTIZATIONS if (found := _object(config.get(name)))), {})
     name = str(stored.get("quant_method") or last_value(options, "--quantization") or "")
     if stored and not name and "config_groups" in stored:
         name = "compressed-tensors"
@@ -211,14 +222,20 @@ def _quantization_refusals(
     elif stored.get("kv_cache_scheme"):
         yield quantized_kv_refusal(name)
     elif stored.get("weight_block_size") or not all(
-        _is_plain_fp8(group) for group in (stored.get("config_groups") or {}).values()
+        _is_plain_fp8(group) for group in _object(stored.get("config_groups")).values()
     ):
         yield other_scales_refusal(name)
 
 
-def _is_plain_fp8(group: Mapping[str, Any]) -> bool:
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object as it is, and an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_plain_fp8(group: object) -> bool:
     """Return whether a group of compressed-tensors is fp8 times fp8 with scales that are viewed."""
-    weights, inputs = group.get("weights"), group.get("input_activations")
+    parts = _object(group)
+    weights, inputs = _object(parts.get("weights")), _object(parts.get("input_activations"))
     if not weights or not inputs:
         return False
     are_fp8 = all(

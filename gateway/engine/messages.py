@@ -3,7 +3,8 @@
 vLLM answers a Messages request by way of a chat completion. On that way errors lose their field,
 and in a stream their status and words. Each error is noted where the HTTP side finds it, and vLLM
 logs no stack for a request's fault. Where vLLM names a parameter of a chat completion, the error
-names the one that it stands for. Called once, when the front end is built.
+names the one that it stands for. Tokens are counted also beyond the context. Called once, when
+the front end is built.
 """
 
 import re
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 import msgspec
 from pydantic import ValidationError
+from vllm.config import ModelConfig
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -22,6 +25,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.renderers import TokenizeParams
 
 from gateway.errors import ApiError, current_request, failed_event, shape_error
 
@@ -87,11 +91,21 @@ def _converting(
     @wraps(convert)
     def convert_readable(*args: Any, **kwargs: Any) -> ChatCompletionRequest:
         try:
-            return convert(*args, **kwargs)
+            chat = convert(*args, **kwargs)
         except _OF_SHAPE as error:
             raise VLLMValidationError(_UNREADABLE, parameter="messages") from error
+        if isinstance(args[0], AnthropicCountTokensRequest):
+            chat.__class__ = _CountedChat
+        return chat
 
     return convert_readable
+
+
+class _CountedChat(ChatCompletionRequest):  # type: ignore[misc]
+    """A conversation whose tokens are counted alone, so that it may exceed the context."""
+
+    def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
+        return replace(super().build_tok_params(model_config), max_total_tokens=None)
 
 
 def _completing(convert: Callable[..., Any]) -> Callable[..., Any]:

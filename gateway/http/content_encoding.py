@@ -45,11 +45,15 @@ class Decoder:
         self._decompressor: _Decompressor | None = None
         self._error: type[Exception] = zlib.error
         self._members = 0
+        self._is_padding = False
+        """Whether zeros follow the last member of a gzip body, where no other may come."""
 
     def decode(self, data: bytes) -> Iterator[bytes]:
         """Yield the decoded pieces of the next bytes; raises `BadEncodingError`."""
         while data:
             if self._decompressor is None:
+                if self._is_padded(data):
+                    return
                 self._decompressor = self._make(data)
             yield from self._pieces(self._decompressor, data)
             if not self._decompressor.eof:
@@ -58,6 +62,15 @@ class Decoder:
             self._members += 1
             if data and (self._encoding == "deflate" or self._members > MEMBERS_MAX):
                 raise BadEncodingError
+
+    def _is_padded(self, data: bytes) -> bool:
+        """Return whether all bytes are the zeros with which gzip's tools fill up a block."""
+        if self._encoding != "gzip" or not self._members:
+            return False
+        self._is_padding = self._is_padding or data.startswith(b"\0")
+        if self._is_padding and data.strip(b"\0"):
+            raise BadEncodingError
+        return self._is_padding
 
     def finish(self) -> None:
         """Check that the body is complete; raises `BadEncodingError`."""

@@ -39,7 +39,7 @@ from gateway.http.intake import (
     read_head,
 )
 from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, LineProgress, line_scope, never
-from gateway.http.messages_form import API_KEY_HEADER, is_messages_path
+from gateway.http.messages_form import API_KEY_HEADER, may_hold_key
 from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.http.spans import RequestSpans
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
@@ -162,7 +162,7 @@ class Edge:
         if scope["path"] in OPEN_PATHS:
             await self._app(inner_scope(scope, answer, 0), receive, answer.send)
             return None
-        own_header = API_KEY_HEADER if is_messages_path(scope["path"]) else ""
+        own_header = API_KEY_HEADER if may_hold_key(scope["method"], scope["path"]) else ""
         key = await self._keys.identify(head.headers, head.address, own_header)
         if isinstance(key, ApiError):
             return key

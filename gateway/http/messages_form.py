@@ -16,6 +16,7 @@ MESSAGES_PATH: Final = "/v1/messages"
 COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
 API_KEY_HEADER: Final = "x-api-key"
 """Holds the key of a client, in place of `Authorization`."""
+_MODELS_PATH: Final = "/v1/models"
 
 _START = b"event: message_start\n"
 _PREFACE: Final = (_START, b"event: ping\n")
@@ -40,6 +41,15 @@ _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
 def is_messages_path(path: str) -> bool:
     """Return whether a path belongs to the Messages API, even if it does not exist."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def may_hold_key(method: str, path: str) -> bool:
+    """Return whether Anthropic's clients send their key in `API_KEY_HEADER` there.
+
+    They also list models, and get one by its name.
+    """
+    lists_models = path == _MODELS_PATH or path.startswith(f"{_MODELS_PATH}/")
+    return is_messages_path(path) or (lists_models and method in ("GET", "HEAD"))
 
 
 def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:

@@ -29,6 +29,13 @@ LINES = (
     ["--enforce-eager=1"],
     ["--dtype"],
     ["--gpu-memory-utilization", "90%"],
+    ["--gpu-memory-utilization", "None"],
+    ["--gpu-memory-utilization.x", "1"],
+    ["--api-server-count", "None"],
+    ["--num-gpu-blocks-override", "None"],
+    ["--kv-cache-memory-bytes="],
+    ["--quantization", "None"],
+    ["--max-num-seqs", "1__0"],
 )
 
 

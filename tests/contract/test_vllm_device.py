@@ -17,7 +17,7 @@ from vllm.triton_utils import dispatcher
 from coordinator.protocol.config import check_config
 from tests.harness.cells.servers import MODEL
 from worker.engine import device
-from worker.engine.config import EngineConfigError, replica_config
+from worker.engine.config import KV_BYTES, EngineConfigError, engine_arguments, replica_config
 
 THREADS = Path("/proc/self/task")
 
@@ -45,11 +45,29 @@ def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
     assert device._register_platform.cache_info().misses == before
 
 
-def test_ranks_that_share_a_device_are_told_how_much_of_it_they_may_take() -> None:
+NO_BYTES = [(), ("--kv-cache-memory-bytes", "None"), ("--kv-cache-memory-bytes", "0")]
+
+
+@pytest.mark.parametrize("words", NO_BYTES)
+def test_ranks_that_share_a_device_are_told_how_much_of_it_they_may_take(
+    words: tuple[str, ...],
+) -> None:
     cell = {"ranks": 2, "device": "cuda", "ranks_per_device": 2}
-    config = check_config({"model": {"path": str(MODEL)}, "cell": cell})
+    config = check_config({"model": {"path": str(MODEL), "engine_args": words}, "cell": cell})
     with pytest.raises(EngineConfigError, match="needs --kv-cache-memory-bytes"):
         replica_config(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_default"),
+    [*((words, True) for words in NO_BYTES), (("--kv-cache-memory-bytes=1M",), False)],
+)
+def test_a_cache_of_no_size_has_the_default_one_on_cpu(
+    words: tuple[str, ...], is_default: bool
+) -> None:
+    config = check_config({"model": {"path": str(MODEL), "engine_args": words}})
+    last = engine_arguments(config)[engine_arguments(config).index(str(MODEL)) + 1 :]
+    assert (last.count(KV_BYTES) > len(words) // 2) is is_default
 
 
 @pytest.mark.parametrize("reach", [True, False])

@@ -92,6 +92,22 @@ def test_tokens_are_counted_as_they_are_used(sdk: Any, cell: FakeCell) -> None:
     assert len(cell.of(Submit)) == 3, "counting runs nothing"
 
 
+def test_tokens_beyond_the_context_are_counted(sdk: Any, cell: FakeCell) -> None:
+    """Anthropic's clients ask for the number to know how much to take out."""
+
+    def asked(words: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "sea " * words}]
+
+    few, some, many = (
+        sdk.messages.count_tokens(**{**COUNTED, "messages": asked(words)}).input_tokens
+        for words in (100, 200, 20_000)
+    )
+    assert many - few == 199 * (some - few)
+    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+        sdk.messages.create(**{**MESSAGE, "messages": asked(20_000)})
+    assert not cell.of(Submit)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_was_cached_is_reported(
     client: httpx.AsyncClient, cell: FakeCell, stream: bool

@@ -79,6 +79,9 @@ def test_a_key_may_come_in_either_header(
         client = with_key(**options)
         assert client.messages.create(**MESSAGE).content
         assert client.messages.count_tokens(**COUNTED).input_tokens
+        model = MESSAGE["model"]
+        assert [each.id for each in client.models.list()] == [model]
+        assert client.models.retrieve(model).id == model
     # Some clients send both, one of them with a placeholder.
     for sent, bearer in (("sk-acme", "Bearer x"), ("x", "Bearer sk-acme"), ("", "Bearer sk-acme")):
         headers = {"x-api-key": sent, "authorization": bearer}

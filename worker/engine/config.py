@@ -7,6 +7,7 @@ is validated again: vLLM's checks would refuse a tp size without that many worke
 
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
-from coordinator.protocol.engine_options import GivenOption, OptionError, read_options
+from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
 from coordinator.protocol.model_support import (
     ENCODERS,
     FP8_QUANTIZATIONS,
@@ -75,7 +76,10 @@ def _available_memory_bytes() -> int:
 def engine_arguments(config: Config) -> list[str]:
     """Return vLLM's command line for this cell: the user's options, then our defaults."""
     given = list(config.model.engine_args)
-    names = {option.name for option in _given_options(config)}
+    options = _given_options(config)
+    names = {option.name for option in options if last_value(options, option.name) is not None}
+    if not _names_kv_bytes(options):
+        names.discard(KV_BYTES)
     arguments = ["--model", config.model.path, "--served-model-name", config.served_model_name]
     arguments += given
     if config.cell.device == "cpu":
@@ -101,7 +105,7 @@ def replica_config(config: Config) -> VllmConfig:
     for sentence in option_refusals(given):
         raise EngineConfigError(sentence)
     shared = config.cell.device == "cuda" and config.cell.ranks_per_device > 1
-    if shared and all(option.name != KV_BYTES for option in given):
+    if shared and not _names_kv_bytes(given):
         raise EngineConfigError(
             f"cell.ranks_per_device above 1 needs {KV_BYTES}: ranks that start together cannot "
             "measure what each of them may take of a device."
@@ -111,6 +115,11 @@ def replica_config(config: Config) -> VllmConfig:
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     _refuse_unsupported(vllm_config)
     return vllm_config
+
+
+def _names_kv_bytes(given: Sequence[GivenOption]) -> bool:
+    """Return whether an option says how large the KV cache is; of 0 bytes it says nothing."""
+    return (last_value(given, KV_BYTES) or "0").strip().strip("-0") != ""
 
 
 class _Parser(FlexibleArgumentParser):

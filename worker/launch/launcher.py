@@ -51,6 +51,9 @@ EXIT_REPORTER_PAUSE_S = 0.1
 WAKE_S = 0.5
 """Maximum wait for a signal; the launcher then checks all ranks anyway."""
 
+PROBE_PAUSE_S = 0.02
+"""Pause between two looks at the processes of a probe."""
+
 PR_SET_PDEATHSIG = 1
 AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that the launcher waits for instead of handling them as interrupts."""
@@ -408,14 +411,37 @@ def probe(config: Config) -> int:
     def tell(rank: Rank, reason: str) -> None:
         os.write(writer, f"rank {rank} failed: {reason}\n".encode()[:REASON_BYTES_MAX])
 
-    pids = [
-        fork_rank(rank, functools.partial(run, rank), functools.partial(tell, rank))
+    pids = {
+        fork_rank(rank, functools.partial(run, rank), functools.partial(tell, rank)): rank
         for rank in ranks
-    ]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    }
     os.close(writer)
-    with os.fdopen(reader, errors="replace") as reasons:
-        reason = reasons.readline().strip() or "a rank ended without a reason."
-    if any(codes):
+    if reason := await_probes(pids, reader):
         print(f"aileron: {reason}", file=sys.stderr, flush=True)
-    return 0 if not any(codes) else 1
+    return 1 if reason else 0
+
+
+def await_probes(pids: Mapping[int, Rank], reasons: int) -> str:
+    """Wait until all processes have ended; return why the first one failed, or nothing.
+
+    A failure ends the others, which may wait for the lost rank. Closes the pipe of `reasons`; what
+    a rank has started may hold it open on the other side.
+    """
+    os.set_blocking(reasons, False)
+    waiting, reason = dict(pids), ""
+    with os.fdopen(reasons, "rb") as lines:
+        while waiting:
+            for pid, rank in list(waiting.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                del waiting[pid]
+                code = os.waitstatus_to_exitcode(status)
+                if code == 0 or reason:
+                    continue
+                text = (lines.read() or b"").decode(errors="replace").strip()
+                reason = text.partition("\n")[0] or f"rank {rank} failed: {_words_for(code)}"
+                for other in waiting:
+                    os.kill(other, signal.SIGKILL)
+            time.sleep(PROBE_PAUSE_S)
+    return reason

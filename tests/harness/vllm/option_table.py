@@ -49,6 +49,8 @@ def table() -> list[dict[str, Any]]:
             option["many"] = action.nargs
         if action.choices is not None:
             option["choices"] = [str(each) for each in action.choices]
+        if action.type is not None and takes(action, "None", None):
+            option["none"] = True
         options.append(option)
     return sorted(options, key=lambda option: option["names"])
 

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Mapping
+from contextlib import suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from coordinator.cli import main
 from coordinator.cli.hardware import host_memory_bytes, read_gpus
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model
-from coordinator.protocol.model_files import ask_nobody, find_model
+from coordinator.protocol.model_files import ask_nobody, find_model, weight_bytes, weight_paths
 from worker.demo import MODEL_DIR
 
 LIMIT_S = 2.0
@@ -185,6 +186,61 @@ def test_a_model_that_ranks_refuse(model: Path, fields: dict[str, Any], sentence
     assert str(refused.value).count(str(model)) == 1
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("value", [["fp8"], "fp8", 8, 0.5, True])
+def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) -> None:
+    change(model, **{name: value})
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match=f"{name} in config.json is no object"):
+            check(model, device=device)
+
+
+READ = (
+    *("architectures", "is_encoder_decoder", "kv_lora_rank", "model_type", "use_sliding_window"),
+    *("sliding_window", "layer_types", "quantization_config", "compression_config", "dtype"),
+    *("torch_dtype", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("intermediate_size", "num_experts", "num_local_experts"),
+)
+"""The members of config.json that the check reads."""
+READ_OF_QUANTIZATION = ("quant_method", "kv_cache_scheme", "weight_block_size", "config_groups")
+ANY_JSON: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    0.5,
+    float("nan"),
+    "x",
+    "",
+    [],
+    [None],
+    [[]],
+    {},
+    {"x": None},
+)
+
+
+@pytest.mark.parametrize("value", ANY_JSON, ids=repr)
+def test_members_of_any_type_never_raise_anything_else(model: Path, value: Any) -> None:
+    method = {"quant_method": "fp8"}
+    groups = (value, {"0": value}, {"0": {"weights": value, "input_activations": value}})
+    nested = [
+        *({**method, name: value} for name in READ_OF_QUANTIZATION),
+        *({**method, "config_groups": each} for each in groups),
+    ]
+    whole = (model / "config.json").read_text()
+    memory = Memory(2**40, "its GPU")
+    for fields in [
+        *({name: value} for name in READ),
+        *({"quantization_config": each} for each in nested),
+    ]:
+        (model / "config.json").write_text(whole)
+        change(model, **fields)
+        with suppress(ConfigError):
+            check(model, device="cuda", memory=memory)
+        assert main(["doctor", "--model", str(model), "--device", "cpu"]) in (0, 1)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -217,6 +273,17 @@ def test_a_model_that_ranks_serve(model: Path, fields: dict[str, Any]) -> None:
         (["--max-num-seqs", "many"], "--max-num-seqs takes a whole number, not 'many'"),
         (["--dtype", "int8"], "--dtype cannot be 'int8': use one of auto, "),
         (["stray"], "'stray' is no option"),
+        *(
+            (["--gpu-memory-utilization", value], f"utilization takes a number, not '{value}'")
+            for value in ("None", "", "nan", "inf", "1e999", "1e5.", "0x1")
+        ),
+        *(
+            (["--gpu-memory-utilization", value], f"utilization {value}: use a number above 0")
+            for value in ("0", "-1", "1.1")
+        ),
+        (["--cpu-offload-gb", "None"], "--cpu-offload-gb takes a number, not 'None'"),
+        (["--cpu-offload-gb", "-1"], "--cpu-offload-gb -1: use 0 or more"),
+        (["--gpu-memory-utilization.x", "1"], "takes a number and has no parts"),
         (["--kv-cache-dtype", "fp8"], "KV cache type 'fp8' cannot be served"),
         (["--enable-lora"], "LoRA adapters cannot be served"),
         (["--speculative-config", "{}"], "speculative decoding cannot be served"),
@@ -242,6 +309,63 @@ def test_weights_that_exceed_the_memory() -> None:
     check(MODEL_DIR, *options, device="cuda", memory=Memory(size, "its GPU"))
     with pytest.raises(ConfigError, match="larger devices"):
         check(MODEL_DIR, *options, device="cuda", memory=Memory(size // 9, "its GPU"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cpu-offload-gb", "0"],
+        ["--cpu-offload-gb", "0.0"],
+        ["--cpu-offload-gb=0e3"],
+        ["--quantization", "None"],
+        ["--quantization="],
+        ["--speculative-config", "None", "--kv-transfer-config", "None", "--revision", "None"],
+    ],
+)
+def test_an_option_of_nothing_is_as_good_as_none(words: list[str]) -> None:
+    size = (MODEL_DIR / "model.safetensors").stat().st_size
+    device: dict[str, Any] = {"device": "cuda"}
+    check(MODEL_DIR, *words, memory=Memory(2 * size, "its GPU"), **device)
+    with pytest.raises(ConfigError, match="in a device, but its GPU has room"):
+        check(MODEL_DIR, *words, memory=Memory(size, "its GPU"), **device)
+    check(MODEL_DIR, "--cpu-offload-gb", "0.5", memory=Memory(size, "its GPU"), **device)
+
+
+INDEX, MISTRAL_INDEX = "model.safetensors.index.json", "consolidated.safetensors.index.json"
+
+
+def test_weights_in_two_forms_count_once(model: Path) -> None:
+    """vLLM prefers Mistral's own form, and an index to the names of files."""
+    size = (model / "model.safetensors").stat().st_size
+    whole, other = model / "consolidated.safetensors", model / "model-2.safetensors"
+    shutil.copy(model / "model.safetensors", whole)
+    files = find_model(str(model), {}, ask_nobody)
+    assert weight_paths(model) == [whole]
+    assert weight_paths(model, "safetensors") == [model / "model.safetensors"]
+    assert weight_bytes(files) == weight_bytes(files, "safetensors") == size
+    check(model, memory=Memory(2 * size, "this machine"))
+    shutil.copy(whole, other)
+    assert weight_bytes(files, "safetensors") == 2 * size
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": other.name, "b": other.name}}))
+    assert weight_paths(model) == [whole]
+    assert weight_paths(model, "safetensors") == [other]
+    assert weight_bytes(files, "safetensors") == size
+    (model / INDEX).write_text(json.dumps({"metadata": {"total_size": 7}}))
+    (model / MISTRAL_INDEX).write_text(json.dumps({"metadata": {"total_size": 8}}))
+    assert (weight_bytes(files), weight_bytes(files, "hf")) == (8, 7)
+    whole.unlink()
+    assert weight_bytes(files) == 7
+
+
+@pytest.mark.parametrize("value", ANY_JSON, ids=repr)
+def test_an_index_of_any_type_leaves_the_files_to_count(model: Path, value: Any) -> None:
+    size = (model / "model.safetensors").stat().st_size
+    for index in ({"metadata": value}, {"weight_map": value}, {"metadata": {"total_size": value}}):
+        (model / INDEX).write_text(json.dumps(index))
+        assert weight_bytes(find_model(str(model), {}, ask_nobody)) == size
+    (model / INDEX).write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        check(model, "--load-format", "dummy", memory=Memory(size, "this machine"))
 
 
 def test_gpus_are_read_with_their_memory() -> None:

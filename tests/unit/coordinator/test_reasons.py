@@ -13,7 +13,7 @@ from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.screen import PlainScreen
 from coordinator.protocol.config import ConfigError, check_config, load_config
 from coordinator.protocol.failure_reason import reason_of
-from worker.launch.launcher import fork_rank
+from worker.launch.launcher import await_probes, fork_rank
 
 NOISE = "print('nanobind: leaked 3 instances!'); print(' - ... skipped remainder')"
 
@@ -139,3 +139,40 @@ def test_a_rank_s_reason_reaches_the_launcher(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert "ValueError in" in told.read_text()
     assert "unpack" not in told.read_text()
+
+
+def probed(*codes: str) -> tuple[str, list[int]]:
+    """What is said of ranks that run these programs; `$` is where they write their reason."""
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    pids = [
+        os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+        for code in (each.replace("$", str(writer)) for each in codes)
+    ]
+    os.close(writer)
+    return await_probes({pid: Rank(n) for n, pid in enumerate(pids)}, reader), pids
+
+
+@pytest.mark.timeout(30)
+def test_a_probe_ends_while_others_hold_the_pipe_of_its_ranks() -> None:
+    """As the helpers of a compiler do that a rank has started."""
+    left = "import subprocess; subprocess.Popen(['sleep', '40'], pass_fds=[$])"
+    for code in ("", "; raise SystemExit(3)"):
+        reason, _ = probed(left + code)
+        assert reason == (
+            "rank 0 failed: its process ended with status 3; see the lines above." if code else ""
+        )
+
+
+@pytest.mark.timeout(30)
+def test_a_failed_rank_of_a_probe_ends_those_that_wait_for_it() -> None:
+    waits = "import time; time.sleep(600)"
+    fails = "import os; os.write($, b'rank 1 failed: no room\\nrank 2'); raise SystemExit(1)"
+    reason, pids = probed(waits, fails, waits)
+    assert reason == "rank 1 failed: no room"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert probed("", "import os; os.write($, b'a warning')")[0] == ""
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert "rank 1 failed: its process was ended by SIGKILL" in probed(waits, killed)[0]

@@ -1,10 +1,15 @@
 """What users of `vllm serve` type, and what becomes of it."""
 
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.cli import main
+from coordinator.cli import main, up
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.launch import Machine, build_config
@@ -99,6 +104,59 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "- hash: sha256" in file.read_text()
 
 
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only folder of temporary files; signals do afterwards what they did before."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    yield tmp_path
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_refused_start_leaves_no_key(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/where", "--api-key", "k"]) == 2
+    assert "/no/where is no folder" in capsys.readouterr().err
+    assert main(["serve", "m", "--api-key", "k", "--layout", "tp3"]) == 2
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_cell_runs_leaves_no_key(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    found: list[Path] = []
+
+    def check_files(_: Config) -> None:
+        found.extend(temporary.glob("*/keys.yaml"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(up, "check_files", check_files)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "m", "--api-key", "k"])
+    assert ended.value.code == 128 + number
+    assert len(found) == 1
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_cell_that_fails_keeps_its_logs_alone(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(config: Config, *_: Any, **__: Any) -> str:
+        (Path(config.run_dir) / "worker.log").write_text("lost")
+        return "the cell failed."
+
+    monkeypatch.setattr(up, "check_files", lambda _: None)
+    monkeypatch.setattr(up, "_serve", serve)
+    words = ["serve", "m", "--api-key", "k", "--port", "0", "--admin-port", "0"]
+    assert main(words) == 1
+    assert "logs are kept in" in capsys.readouterr().err
+    assert [path.name for path in temporary.glob("*/*")] == ["worker.log"]
+
+
 def test_a_file_of_options(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(
@@ -125,6 +183,12 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         (["m", "-tp", "3"], "a power of two"),
         (["m", "-tp", "two"], "--tensor-parallel-size takes a whole number"),
         (["m", "-tp", "0"], "use 1 or more"),
+        (["m", "-tp", "None"], "--tensor-parallel-size takes a whole number, not 'None'"),
+        (["m", "-dp", "_"], "--data-parallel-size takes a whole number, not '_'"),
+        (["m", "-tp.x", "2"], "--tensor-parallel-size takes a whole number and has no parts"),
+        (["m", "-asc", "None"], "--api-server-count takes a whole number, not 'None'"),
+        (["m", "--api-server-count=-1"], "--api-server-count -1: use 1 or more"),
+        (["m", "-asc", "9" * 5_000], "--api-server-count takes a whole number"),
         (["m", "-pp", "2"], "pipeline parallelism cannot be served yet"),
         (["m", "-tp", "2", "--ranks", "3"], "--ranks 3 are not"),
         (["m", "-tp", "2", "-dp", "2", "--ranks", "8"], "--ranks 8 are not 2 groups of 2"),

@@ -66,6 +66,34 @@ def test_what_is_encoded_is_decoded(
     assert all(0 < len(piece) <= PIECE_BYTES for piece in decoded)
 
 
+@pytest.mark.parametrize("size", [1, 7, 1_000])
+@pytest.mark.parametrize("members", [1, 2])
+def test_zeros_may_fill_up_a_gzip_body(size: int, members: int) -> None:
+    whole = gzip.compress(b"data") * members + bytes(512)
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+    assert b"".join(decode("gzip", pieces)) == b"data" * members
+    many = gzip.compress(b"") * MEMBERS_MAX
+    assert decode("gzip", [many, bytes(10**6)]) == []
+
+
+@pytest.mark.parametrize("size", [1, 1_000])
+@pytest.mark.parametrize(
+    ("encoding", "whole"),
+    [
+        ("gzip", gzip.compress(b"data") + b"x"),
+        ("gzip", gzip.compress(b"data") + b"\0x"),
+        ("gzip", gzip.compress(b"data") + b"\0" + gzip.compress(b"data")),
+        ("gzip", bytes(512)),
+        ("gzip", b"\0" + gzip.compress(b"data")),
+        ("deflate", zlib.compress(b"data") + b"\0"),
+        ("zstd", zstd.compress(b"data") + b"\0"),
+    ],
+)
+def test_other_bytes_after_a_body_are_bad(encoding: str, whole: bytes, size: int) -> None:
+    with pytest.raises(BadEncodingError):
+        decode(encoding, [whole[at : at + size] for at in range(0, len(whole), size)])
+
+
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
 def test_a_body_that_breaks_off_is_bad(encoding: str, encode: Callable[[bytes], bytes]) -> None:
     whole = encode(random.Random(0).randbytes(1_000))

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from gateway.errors import CODES, RequestState, api_error
 from gateway.http.edge import Edge
-from gateway.http.messages_form import MessagesForm, messages_error
+from gateway.http.messages_form import MessagesForm, may_hold_key, messages_error
 from tests.harness.gateway.edge_app import FAILURE, stream
 
 PATH = "/v1/messages"
@@ -26,6 +26,24 @@ MESSAGE: dict[str, Any] = {
     "type": "message",
     "usage": {"input_tokens": 9, "output_tokens": 0},
 }
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "may"),
+    [
+        ("POST", PATH, True),
+        ("POST", f"{PATH}/count_tokens", True),
+        ("GET", "/v1/models", True),
+        ("HEAD", "/v1/models", True),
+        ("GET", "/v1/models/org/name", True),
+        ("POST", "/v1/models", False),
+        ("GET", "/v1/modelsx", False),
+        ("GET", "/v1/files", False),
+        ("POST", "/v1/chat/completions", False),
+    ],
+)
+def test_where_anthropic_s_clients_send_their_key(method: str, path: str, may: bool) -> None:
+    assert may_hold_key(method, path) is may
 
 
 def event(kind: str, **fields: Any) -> str:

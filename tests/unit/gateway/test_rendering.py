@@ -1,15 +1,18 @@
 """What ends vLLM's rendering because of a request's shape is told as the request's fault."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from coordinator.protocol.logs import FAILED_EVENTS
 from gateway.engine.rendering import join_output_messages, refuse_unreadable
+from gateway.http.body_form import rewrite
 
 METHODS = {"render_chat": "messages", "render_completion": "prompt", "render_responses": "input"}
 
@@ -66,3 +69,36 @@ def test_inputs_that_are_one_text_stay() -> None:
     request = ResponsesRequest(input="And the sea?")
     join_output_messages(request)
     assert request.input == "And the sea?"
+
+
+NULLABLE: list[dict[str, Any]] = [
+    {"type": "image_generation_call", "id": "i", "status": "failed", "result": None},
+    {
+        "type": "code_interpreter_call",
+        "id": "i",
+        "container_id": "c",
+        "status": "completed",
+        "code": None,
+        "outputs": None,
+    },
+    {
+        "type": "computer_call",
+        "id": "i",
+        "call_id": "c",
+        "status": "completed",
+        "pending_safety_checks": [],
+        "action": {"type": "double_click", "x": 1, "y": 2, "keys": None},
+    },
+]
+"""Items of OpenAI's with members that must be there and may be null."""
+
+
+@pytest.mark.parametrize("item", NULLABLE, ids=lambda item: item["type"])
+def test_an_item_without_its_nulls_is_read_like_the_whole_one(item: dict[str, Any]) -> None:
+    """vLLM knows the item either way, and names its type where it cannot serve it."""
+    fields = {"model": "m", "input": [{"role": "user", "content": "x"}, item]}
+    body = json.dumps(fields).encode()
+    for each in (body, rewrite(body)):
+        read = ResponsesRequest.model_validate(json.loads(each))
+        with pytest.raises(VLLMValidationError, match=f"input item type: {item['type']}"):
+            construct_input_messages(request_input=read.input)
