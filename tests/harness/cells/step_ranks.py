@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from worker.launch.launcher import fork_rank, memory_of
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
 
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 450
 BORN = 1
 
 
@@ -143,7 +144,10 @@ def serve(
     elif rank in group.ranks:
         while not isinstance(member.follow(binding, wait_s=1.0), LeaveGroup):
             pass
-    engine.communicators.of_width(len(everybody)).group.barrier()
+    while alone is not None and not out.exists():
+        time.sleep(0.02)
+    if alone is None:
+        engine.communicators.of_width(group.width).group.barrier()
 
 
 def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
