@@ -26,8 +26,8 @@ from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_t
 from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
-from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.part_finder import find_part
+from worker.engine.weights.part_store import StoredPart
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import (
@@ -98,7 +98,7 @@ class TreeBuilder:
         self.replica_bytes = weight_bytes(replica)
         return replica
 
-    def _find_part(self) -> tuple[nn.Module, PartManifest] | None:
+    def _find_part(self) -> tuple[nn.Module, StoredPart] | None:
         """Return the part that a process before this one has left in the cell's memory, if any."""
         spec = self.spec
         if not (self.borrows and spec.joins and spec.memory is not None):
@@ -113,7 +113,7 @@ class TreeBuilder:
             log.warning("part_not_found", reason=str(error), instead="the checkpoint is read")
             return None
 
-    def _share_parts(self, part: nn.Module, stored: PartManifest | None) -> Borrowing:
+    def _share_parts(self, part: nn.Module, stored: StoredPart | None) -> Borrowing:
         spec, widest = self.spec, self.communicators.of_width(self.spec.widest)
         place = Place(spec.rank, spec.rank - spec.rank % spec.widest, spec.widest, spec.parts)
         return share_parts(

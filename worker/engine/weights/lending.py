@@ -29,7 +29,13 @@ from worker.engine.weights.part_memory import (
     move_in,
     units_of,
 )
-from worker.engine.weights.part_store import Memory, describe_units, store_part, unit_memory
+from worker.engine.weights.part_store import (
+    Memory,
+    StoredPart,
+    describe_units,
+    store_part,
+    unit_memory,
+)
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
 
@@ -79,14 +85,14 @@ def share_parts(
     memory: CellMemory | None,
     cpu_group: Any,
     meet: Callable[[], None],
-    stored: PartManifest | None = None,
+    stored: StoredPart | None = None,
 ) -> Borrowing:
     """Move the units of a loaded part into memory that peers map, map theirs, and plan the loans.
 
     A collective of all ranks that start together. On CPU the memory is the cell's; elsewhere ranks
     exchange handles through `cpu_group`, whose members ascend from `place.first`. `meet` returns
-    when all ranks have filled their memory. `stored` lists the tensors of a part that was found in
-    the cell's memory; any other part is stored there. Every loan is compared with what its lender
+    when all ranks have filled their memory. `stored` is the part if it was found in the
+    cell's memory; any other part is stored there. Every loan is compared with what its lender
     holds.
 
     Raises:
@@ -98,8 +104,7 @@ def share_parts(
     if memory is not None:
         if stored is None:
             stored = store_part(part, units, memory, place.rank)
-        described, layouts = stored.units, stored.layouts
-        own = unit_memory(memory, place.rank, layouts, is_own=True)
+        described, layouts, own = stored.manifest.units, stored.manifest.layouts, stored.units
         meet()
         peers = _stored_parts(memory, place)
     else:

@@ -26,7 +26,7 @@ from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.moe import is_moe, real_expert_maps
 from worker.engine.weights.part_memory import TensorPlace, tensors_of
-from worker.engine.weights.part_store import Memory, rest_memory, sums_of, unit_memory
+from worker.engine.weights.part_store import Memory, StoredPart, rest_memory, sums_of, unit_memory
 from worker.engine.weights.tree import check_viewable
 
 log = structlog.get_logger()
@@ -36,7 +36,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def find_part(
     config: VllmConfig, plan: ShardPlan, memory: CellMemory, rank: int
-) -> tuple[nn.Module, PartManifest] | None:
+) -> tuple[nn.Module, StoredPart] | None:
     """Return the tree of a rank's part over stored tensors; None if they are not complete.
 
     `config` and `plan` are those that the part was loaded with, and so is the rank's place in
@@ -56,7 +56,7 @@ def find_part(
     tree = _tree_without_weights(config, plan)
     _bind(tree, manifest, own, rest)
     check_viewable(tree)
-    return tree.eval(), manifest
+    return tree.eval(), StoredPart(manifest, own)
 
 
 def _changed(manifest: PartManifest, own: Memory, rest: torch.Tensor) -> str | None:

@@ -7,6 +7,7 @@ read, and the rest. The next process of the rank finds them there (part_finder.p
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,6 +30,15 @@ PAGE_BYTES = 4096
 
 Memory = Sequence[torch.Tensor]
 """The memory of each unit of one rank's part, (bytes,) int8."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A rank's own part in the cell's memory: the list of its tensors, and its units' memory."""
+
+    manifest: PartManifest
+    units: Memory
+
 
 _Found = tuple[str, str, str, torch.Tensor]
 """Path of a module, holder, name, and the tensor there."""
@@ -83,9 +93,7 @@ def describe_units(
     )
 
 
-def store_part(
-    part: nn.Module, units: Sequence[Unit], memory: CellMemory, rank: int
-) -> PartManifest:
+def store_part(part: nn.Module, units: Sequence[Unit], memory: CellMemory, rank: int) -> StoredPart:
     """Move all tensors of a loaded part into the cell's memory; its layers use them there.
 
     Raises:
@@ -117,7 +125,7 @@ def store_part(
         tuple(_plain_values(part)),
     )
     manifest.store(memory, rank)
-    return manifest
+    return StoredPart(manifest, own)
 
 
 def _move_rest(
