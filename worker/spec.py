@@ -66,6 +66,11 @@ def modes_widths(spec: RankSpec) -> tuple[int, ...]:
     return spec.widths if has_all else (spec.widest,)
 
 
+def part_of(spec: RankSpec) -> int:
+    """Return the part of the weights that the rank holds: neighbours hold the same one."""
+    return spec.rank % spec.widest // (spec.widest // spec.parts)
+
+
 def rank_spec(
     config: Config,
     rank: Rank,

@@ -60,7 +60,8 @@ class Knowledge:
         """Add a rank's start-up measurements."""
         memory = dict(hello.memory)
         tokens = max(1, hello.pages_total * hello.tokens_per_slot)
-        weights = memory.get("weights", 0)
+        # About: where only some layers are in parts, the others count more than once.
+        weights = memory.get("weights", 0) * hello.parts
         share = memory.get("kv", 0) / tokens / weights if weights else 0.0
         self._fits.add_curves(hello.step_times, share)
 
@@ -121,8 +122,9 @@ class Knowledge:
         return CostModel(groups, SwitchCost(self._pause_s, per_token, self._speed))
 
     def _group(self, mode: Mode, width: int, hellos: list[RankHello]) -> GroupCost | None:
-        decode = self._line(Mode.TP if mode is Mode.SHIFT else mode, width)
-        prefill = self._line(Mode.SP, width) if mode is Mode.SHIFT else decode
+        small, large = (Mode.TP, Mode.SP) if mode is Mode.SHIFT else (mode, mode)
+        decode = self._line(small, width)
+        prefill = self._line(large, width) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
         # One page is vLLM's null block.
@@ -134,6 +136,8 @@ class Knowledge:
             capacity_tokens=pages * slots * hellos[0].tokens_per_slot,
             tasks_max=hellos[0].max_tasks,
             chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
+            floor_s=self._fits.floor_s(small, width),
+            prefill_floor_s=self._fits.floor_s(large, width),
         )
 
     def _line(self, mode: Mode, width: int) -> StepLine | None:

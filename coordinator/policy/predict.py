@@ -4,7 +4,8 @@ A group that batches continuously is a shared processor. A step takes A + B·tok
 tokens are one per running task and the prompts that came during the step before; the running tasks
 are those that arrive during one's life (Little's law). The fixed point gives the time per token.
 Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if arrivals
-exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary.
+exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary. A
+step that borrows takes at least its floor, behind which its computation is free.
 `score` calls this module.
 """
 
@@ -149,14 +150,18 @@ class _Load:
 
     def _work_s(self, demand: Demand) -> float:
         """Seconds of a full group's time per request."""
-        prefill_s = self.cost.prefill.token_s * demand.prompt
-        return prefill_s + self._token_s(demand) * demand.output
+        return self._taken_s(demand, demand.prompt, demand.output)
+
+    def _taken_s(self, demand: Demand, prompts: float, outputs: float) -> float:
+        """Seconds of a full group's time for reading and decoding so many tokens."""
+        cost = self.cost
+        computed_s = cost.prefill.token_s * prompts + self._token_s(demand) * outputs
+        return max(computed_s, cost.floor_s * outputs / self._tasks_max)
 
     def _backlog_s(self, demand: Demand) -> float:
         """Seconds of work that wait or run."""
         to_come = demand.to_come + demand.unstarted * demand.output
-        prefill_s = self.cost.prefill.token_s * demand.unstarted_tokens
-        return prefill_s + self._token_s(demand) * to_come
+        return self._taken_s(demand, demand.unstarted_tokens, to_come)
 
     def _context(self) -> float:
         """Return the mean context of a task over the horizon."""
@@ -196,14 +201,15 @@ class _Load:
 
         Running tasks go on for their remaining tokens, arriving ones for a life each, as far as it
         lies within the horizon. A step is linear in both and in the prompts that came during the
-        one before, so its mean solves a linear equation; it is at most a full step.
+        one before, so its mean solves a linear equation; it is at most a full step, and at least
+        the floor.
         """
         cost, horizon_s = self.cost, self._horizon_s
         full_s = self._full_step_s()
         per_task = cost.decode.token_s + cost.decode.context_s * self._mean_context
         running = sum(each.running for each in self._demands)
         remaining = sum(each.to_come for each in self._demands) / running if running else 0.0
-        step_s = min(full_s, 2 * cost.decode.seconds(1, 0))
+        step_s = min(full_s, max(cost.floor_s, 2 * cost.decode.seconds(1, 0)))
         for _ in range(ROUNDS):
             staying = running * min(1.0, remaining * step_s / horizon_s)
             busy = prompts = 0.0
@@ -213,7 +219,8 @@ class _Load:
                 prompts += each.rate * each.prompt + each.unstarted_tokens / horizon_s
             at_rest = cost.decode.base_s + per_task * max(1.0, staying)
             share = per_task * busy + cost.prefill.token_s * prompts
-            step_s = full_s if share >= 1 else min(full_s, at_rest / (1 - share))
+            mean_s = full_s if share >= 1 else at_rest / (1 - share)
+            step_s = min(full_s, max(cost.floor_s, mean_s))
         return step_s
 
     def forecast(self, index: int, groups: int) -> TierForecast:
@@ -260,8 +267,9 @@ class _Load:
         """Seconds from the first step of a prompt to its last, among running tasks."""
         cost = self.cost
         steps = -(-prompt // cost.chunk_tokens)
-        others = max(0.0, self._step_s - cost.decode.base_s)
-        return cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s + min(others, 1.0) / 2
+        others = max(0.0, self._step_s - cost.rest_s)
+        computed_s = cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s
+        return max(computed_s, steps * cost.floor_s) + min(others, 1.0) / 2
 
     def _unevenness(self, demand: Demand) -> float:
         """Return the relative spread of the time per token between tasks of the same length.
@@ -269,8 +277,9 @@ class _Load:
         Prompts of others come in lumps, a random number of them during a task.
         """
         variance = 0.0
+        hidden_s = self.cost.rest_s - self.cost.decode.base_s
         for each in self._demands:
-            lump_s = self.cost.prefill.token_s * each.prompt
+            lump_s = max(0.0, self.cost.prefill.token_s * each.prompt - hidden_s)
             arriving = each.rate + each.unstarted / self._horizon_s
             variance += arriving * self._step_s / max(1.0, demand.output) * lump_s * lump_s
         return math.sqrt(variance) / self._step_s
@@ -284,13 +293,13 @@ class _Load:
         ahead = list(self._demands[: index + 1])
         cost = self.cost
         backlog = sum(each.unstarted_tokens for each in ahead)
-        decode_s = max(0.0, self._step_s - cost.decode.base_s) / 2
+        decode_s = max(0.0, self._step_s - cost.rest_s) / 2
         per_chunk = cost.step_s(cost.chunk_tokens, 0.0) + decode_s
         wait = backlog / cost.chunk_tokens * per_chunk
         use = self._use[index]
         # A random arrival meets others' prompts; with several groups it can avoid them.
-        service = cost.step_s(demand.prompt, 0.0)
-        prefill = sum(each.rate * cost.step_s(each.prompt, 0.0) for each in ahead)
+        service = cost.compute_s(demand.prompt, 0.0)
+        prefill = sum(each.rate * cost.compute_s(each.prompt, 0.0) for each in ahead)
         busy = min(prefill, BUSY_MAX)
         queueing = busy * service / (1 - busy) / groups
         residual = self._step_s / 2 if demand.rate else 0.0
