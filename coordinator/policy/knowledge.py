@@ -18,7 +18,7 @@ from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.model.step_line import StepLine
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.protocol.messages.rank import RankHello, Report
-from coordinator.ranks.roster import Roster
+from coordinator.ranks.roster import Roster, kv_tokens
 
 PAUSE_ASSUMED_S = 0.05
 LINK_ASSUMED_BYTES_S = 50e9
@@ -127,13 +127,10 @@ class Knowledge:
         prefill = self._line(large, width) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
-        # One page is vLLM's null block.
-        pages = min(hello.pages_total for hello in hellos) - 1
-        slots = min(width, hellos[0].kv_heads)
         return GroupCost(
             decode=decode,
             prefill=prefill,
-            capacity_tokens=pages * slots * hellos[0].tokens_per_slot,
+            capacity_tokens=kv_tokens(hellos, width),
             tasks_max=hellos[0].max_tasks,
             chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
             floor_s=self._fits.floor_s(small, width),

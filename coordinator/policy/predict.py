@@ -5,8 +5,8 @@ tokens are one per running task and the prompts that came during the step before
 are those that arrive during one's life (Little's law). The fixed point gives the time per token.
 Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if arrivals
 exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary. A
-step that borrows takes at least its floor. Computation hides behind that, but prompts come in
-lumps: a step has none and waits for its loans, and another has more than its loans hide.
+step that borrows takes at least its floor, which hides what it computes. But prompts come in lumps:
+one step has none and waits for its loans, and another has more than its loans hide.
 `score` calls this module.
 """
 
@@ -165,7 +165,7 @@ class _Load:
         return self._taken_s(demand, demand.prompt, demand.output)
 
     def _taken_s(self, demand: Demand, prompts: float, outputs: float) -> float:
-        """Seconds of a full group's time for reading and decoding so many tokens."""
+        """Seconds of a full group's time for reading and decoding these numbers of tokens."""
         token_s = self._token_s(demand) + self._slack_s / self._tasks_max
         return self.cost.prefill.token_s * prompts + token_s * outputs
 
@@ -340,10 +340,10 @@ def _slack_s(cost: GroupCost, decode_s: float, count: float, read_s: float) -> f
         return max(0.0, idle_s - read_s)
     slack_s, chance = 0.0, math.exp(-count)
     for number in range(4 * LUMPS_MAX):
-        left_s = idle_s - number * read_s / count
-        if left_s <= 0:
+        remaining_s = idle_s - number * read_s / count
+        if remaining_s <= 0:
             break
-        slack_s += chance * left_s
+        slack_s += chance * remaining_s
         chance *= count / (number + 1)
     return slack_s
 

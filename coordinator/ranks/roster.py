@@ -5,7 +5,7 @@ nothing from a process that has ended counts. The switcher, placement and the ad
 module; it decides nothing about layouts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -187,8 +187,8 @@ class Roster:
     def _lends(self, rank: Rank, group: Group) -> bool:
         """Return whether the group's leader can read the rank's memory.
 
-        It has mapped the memory of its cohort. A rank that it has not heard may not have loaded its
-        part, and on CUDA what was mapped of a process ends with it.
+        It has mapped the memory of its cohort. A rank that was never heard may not have loaded its
+        part, and on CUDA a process takes its memory with it.
         """
         lender, borrower = self._records.get(rank), self._records.get(group.leader)
         if lender is None or borrower is None or lender.hello.cohort != borrower.hello.cohort:
@@ -243,6 +243,13 @@ class Roster:
             times.width == width and str(mode) in dict(times.curves)
             for times in self._records[rank].hello.step_times
         )
+
+
+def kv_tokens(hellos: Sequence[RankHello], width: int) -> int:
+    """Return how many tokens the KV of a group of these ranks holds, whatever mode it is in."""
+    # One page is vLLM's null block.
+    pages = min(hello.pages_total for hello in hellos) - 1
+    return pages * min(width, hellos[0].kv_heads) * hellos[0].tokens_per_slot
 
 
 def _order(report: Report) -> tuple[Stage, int]:

@@ -109,7 +109,7 @@ def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
 
 def test_floors_are_reported_for_the_modes_that_have_one() -> None:
     curve = StepCurve(((1, 100),))
-    modes = {Mode.TP: curve, Mode.SP: curve}
+    modes: dict[StepMode, StepCurve] = {Mode.TP: curve, Mode.SP: curve}
     times = StepTimes(2, modes, floor_us={Mode.TP: 0, Mode.SP: 75_600})
     assert width_times(times).floor_us == (("sp", 75_600),)
     assert width_times(StepTimes(2, modes)).floor_us == ()
