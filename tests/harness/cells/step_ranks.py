@@ -127,7 +127,11 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
-    own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1), borrow=spec.get("borrow", "none"))
+    own = replace(
+        rank_spec(config, rank, cohort, memory),
+        parts=spec.get("parts", 1),
+        borrow=spec.get("borrow", "none"),
+    )
     engine = build_engine(base, own)
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]

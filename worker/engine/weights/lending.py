@@ -97,9 +97,7 @@ def share_parts(
         move_in(unit, layout, raw)
     meet()
     peers = {
-        rank: _cell_part(memory, rank, layouts, is_own=False)
-        if memory is not None
-        else []
+        rank: _cell_part(memory, rank, layouts, is_own=False) if memory is not None else []
         for rank in range(place.first, place.first + place.ranks)
         if rank != place.rank
     }
@@ -118,8 +116,7 @@ def _cell_part(
         warnings.simplefilter("ignore")  # torch warns that it is read-only, which is the point
         raw = torch.frombuffer(mapped, dtype=torch.int8)
     return [
-        piece[: layout.num_bytes]
-        for piece, layout in zip(raw.split(sizes), layouts, strict=True)
+        piece[: layout.num_bytes] for piece, layout in zip(raw.split(sizes), layouts, strict=True)
     ]
 
 
@@ -166,8 +163,12 @@ def _borrowing(
         resident = source[layout.loan_bytes :].clone()
         residents.append(resident)
         views = [
-            (each, each.view(slot) if each.offset < layout.loan_bytes else
-             each.moved(-layout.loan_bytes).view(resident))
+            (
+                each,
+                each.view(slot)
+                if each.offset < layout.loan_bytes
+                else each.moved(-layout.loan_bytes).view(resident),
+            )
             for each in layout.places
         ]
         parts[loan.layer].append(UnitPart(loan.part, number, views))
@@ -190,9 +191,7 @@ def plan_of_units(kinds: Sequence[UnitKind], place: Place) -> tuple[Loan, ...]:
     for kind, count in counts.items():
         numbers = [number for number, each in enumerate(kinds) if each is kind]
         plan = loan_plan(place.rank - place.first, place.ranks, place.parts, count)
-        found += [
-            (numbers[loan.layer], index, kind, loan) for index, loan in enumerate(plan)
-        ]
+        found += [(numbers[loan.layer], index, kind, loan) for index, loan in enumerate(plan)]
     found.sort(key=lambda each: each[:2])
     number_of = {(kind, index): n for n, (_, index, kind, _) in enumerate(found)}
     return tuple(

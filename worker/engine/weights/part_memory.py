@@ -177,4 +177,3 @@ def move_in(unit: Unit, layout: UnitLayout, raw: torch.Tensor) -> None:
         there = place.view(raw)
         there.copy_(own)
         put_tensor(layer, place, there)
-

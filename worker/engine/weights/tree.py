@@ -238,9 +238,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(_storages(model).values())
 
 
-def foreign_bytes(
-    tree: nn.Module, replica: nn.Module, lent: Collection[torch.Tensor] = ()
-) -> int:
+def foreign_bytes(tree: nn.Module, replica: nn.Module, lent: Collection[torch.Tensor] = ()) -> int:
     """Return the bytes that `tree` owns outside of `replica`'s storages; 0 for a view tree.
 
     `lent` are memory that a tree has from its peers or borrows into.
