@@ -28,6 +28,16 @@ class EngineCounts:
             self.prefix_hits += stats.hits
 
 
+class Borrowing(Protocol):
+    """What an engine that borrows tells of its loans, in totals since the rank started."""
+
+    bytes_borrowed: int
+    wait_s: float
+    """How long computation waited for loans."""
+    whole_layers: int
+    """The number of layers whose feed-forward part the rank holds whole."""
+
+
 class Counting(Protocol):
     """A scheduler that keeps totals."""
 
@@ -35,13 +45,17 @@ class Counting(Protocol):
         """Return its totals."""
 
 
-def engine_totals(schedulers: Iterable[Counting | None]) -> tuple[tuple[str, int], ...]:
-    """Return the sums over the schedulers of the modes that this rank leads."""
+def engine_totals(
+    schedulers: Iterable[Counting | None], borrowing: Borrowing | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Return the sums over the schedulers of the modes that this rank leads, and its loans."""
     each = tuple(scheduler.counted() for scheduler in schedulers if scheduler is not None)
     return (
         ("prefix_queries", sum(one.prefix_queries for one in each)),
         ("prefix_hits", sum(one.prefix_hits for one in each)),
         ("preemptions", sum(one.preemptions for one in each)),
+        ("borrowed_bytes", borrowing.bytes_borrowed if borrowing is not None else 0),
+        ("loan_wait_us", round(borrowing.wait_s * 1e6) if borrowing is not None else 0),
     )
 
 
