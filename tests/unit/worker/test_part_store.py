@@ -1,9 +1,7 @@
 """A part of the weights that a rank leaves in its cell's memory, and the next process finds."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,14 +10,11 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.engine.arg_utils import AsyncEngineArgs
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
-from comm_pool.layout import Mode
+from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.trees import CPU, tree_process, write_and_name
-from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.part_finder import find_part
 from worker.engine.weights.part_memory import tensors_of, units_of
@@ -27,7 +22,7 @@ from worker.engine.weights.part_store import rest_memory, store_part, unit_memor
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import load_replica, loading_plan, unbound_tensor, weight_bytes
 
-RANKS = PARTS = 2
+RANKS = PARTS
 KINDS = ("plain", "fp8", "fp8-static", "channel", "moe")
 
 
@@ -66,27 +61,6 @@ def memory() -> Iterator[CellMemory]:
     made = cell_memory(RANKS, (1, 2), ())
     yield made
     made.close()
-
-
-@contextmanager
-def rank_of_parts(model: Path, rank: int) -> Iterator[VllmConfig]:
-    """This process as one of the ranks, with a configuration of its own."""
-    base = AsyncEngineArgs(
-        model=str(model),
-        enforce_eager=True,
-        max_model_len=256,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 24,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    config = mode_config(base, ModeKey(Mode.TP, PARTS))
-    whole = parallel_state._TP
-    parallel_state._TP = SimpleNamespace(world_size=PARTS, rank_in_group=rank)
-    try:
-        with set_current_vllm_config(config):
-            yield config
-    finally:
-        parallel_state._TP = whole
 
 
 def prove(part: nn.Module, rank: int) -> int:

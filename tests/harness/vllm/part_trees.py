@@ -1,0 +1,36 @@
+"""A test's own process as one of the ranks that hold a part of the weights each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from comm_pool.layout import Mode
+from worker.engine.config import ModeKey, mode_config
+
+PARTS = 2
+
+
+@contextmanager
+def rank_of_parts(model: Path, rank: int) -> Iterator[VllmConfig]:
+    """This process as one of the ranks, with a configuration of its own."""
+    base = AsyncEngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        max_model_len=256,
+        block_size=32,
+        kv_cache_memory_bytes=1 << 24,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    config = mode_config(base, ModeKey(Mode.TP, PARTS))
+    whole = parallel_state._TP
+    parallel_state._TP = SimpleNamespace(world_size=PARTS, rank_in_group=rank)
+    try:
+        with set_current_vllm_config(config):
+            yield config
+    finally:
+        parallel_state._TP = whole
