@@ -99,10 +99,7 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
-    of_ranks = (
-        name(rank)
-        for name in (mailbox_name, kv_name, weights_name, measurements_name)
-        for rank in range(world)
-    )
+    names = (mailbox_name, kv_name, weights_name, measurements_name)
+    of_ranks = (name(rank) for name in names for rank in range(world))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

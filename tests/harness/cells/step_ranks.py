@@ -59,7 +59,7 @@ def chooser(run: str, mixed: Sequence[str], *, has_sp: bool = True) -> Choice:
 
 def has_sp(spec: dict[str, Any]) -> bool:
     """Whether the ranks of a SPEC can compute with all weights."""
-    return spec.get("parts", 1) == 1 or spec.get("borrow", "none") != "none"
+    return bool(spec.get("parts", 1) == 1 or spec.get("borrow", "none") != "none")
 
 
 class Collector:
@@ -127,11 +127,8 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
-    own = replace(
-        rank_spec(config, rank, cohort, memory),
-        parts=spec.get("parts", 1),
-        borrow=spec.get("borrow", "none"),
-    )
+    own = rank_spec(config, rank, cohort, memory)
+    own = replace(own, parts=spec.get("parts", 1), borrow=spec.get("borrow", "none"))
     engine = build_engine(base, own)
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]

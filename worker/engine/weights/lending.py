@@ -151,7 +151,7 @@ def _borrowing(
             slots[key] = torch.empty(size, dtype=torch.int8, device=device)
     copies, residents = [], []
     parts: list[list[UnitPart]] = []
-    for unit, layout, raw in zip(units, layouts, own, strict=True):
+    for layout, raw in zip(layouts, own, strict=True):
         views = [(each, each.view(raw)) for each in layout.places]
         parts.append([UnitPart(place.part, None, views)])
     for number, loan in enumerate(loans):

@@ -1,10 +1,10 @@
 """vLLM adapter: the memory of a rank's part of the weights, which its peers can read.
 
 A unit is what a rank borrows as one: the linear layers of a feed-forward network, a linear layer of
-an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in one
-piece of memory. Tensors that a borrower copies in every step come first, so one copy moves them;
-small ones, such as biases and scales, follow and are copied once. All parts of a unit have the same
-layout, whatever vLLM's loader and its kernels made of the weights.
+an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in
+one piece of memory. Tensors that a borrower copies in every step come first, so one copy moves
+them; small ones, such as biases and scales, follow and are copied once. All parts of a unit have
+the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
