@@ -3,9 +3,10 @@
 Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
-the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend.
-Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
-"weights": bytes}}. Only the choice of each step's mode is replaced; the rest is the product.
+the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend;
+`poison`, if slots hold NaN while no step may read them. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}, "weights": bytes, "spoiled": slots of loans}}. Only the
+choice of each step's mode is replaced; the rest is the product.
 """
 
 import contextlib
@@ -76,6 +77,7 @@ class Collector:
 
 def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
     """Do all runs as the group's leader, then let the followers go."""
+    from tests.harness.faults.poisoned_ring import spoiled
     from worker.engine.mode import PreparedMode
     from worker.io.step_queue import Begin, LeaveGroup
 
@@ -85,6 +87,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     scheduler = member.mode_of(binding.group).scheduler
     results = {}
     for run in spec["runs"]:
+        spoiled.clear()
         choose = chooser(run, spec.get("mixed", ()), has_sp=has_sp(spec))
         modes = Counter[str]()
 
@@ -109,6 +112,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
             "streams": streams,
             "modes": dict(modes),
             "weights": member.engine.replica_bytes,
+            "spoiled": spoiled.total(),
         }
         if not spec.get("keeps_cache"):
             assert scheduler.reset_prefix_cache()
@@ -120,6 +124,7 @@ def serve(
     config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
 ) -> None:
     """Build one rank and do its part."""
+    from tests.harness.faults import poisoned_ring
     from worker.cohort import Cohort
     from worker.io.step_queue import LeaveGroup
     from worker.launch.process import build_engine
@@ -129,6 +134,8 @@ def serve(
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
     own = rank_spec(config, rank, cohort, memory)
     own = replace(own, parts=spec.get("parts", 1), borrow=spec.get("borrow", "none"))
+    if spec.get("poison"):
+        poisoned_ring.install()
     engine = build_engine(base, own)
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]
