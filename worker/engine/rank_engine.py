@@ -96,6 +96,8 @@ class RankEngine:
         trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
         notes.note("trees")
         self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
+        self.loaded_bytes = builder.loaded_bytes
+        """Bytes of the weights that this process has read from the checkpoint."""
         self.other_bytes: dict[str, int] = {"context": notes.context}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
@@ -351,6 +353,7 @@ class RankEngine:
         """Return the gauges in which a leak would show, and what vLLM's schedulers counted."""
         return (
             *process_gauges(),
+            ("loaded_bytes", self.loaded_bytes),
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
             *engine_totals(mode.scheduler for mode in self.modes.values()),

@@ -26,9 +26,17 @@ from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_t
 from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
+from worker.engine.weights.part_finder import find_part
+from worker.engine.weights.part_store import StoredPart
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
-from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+from worker.engine.weights.tree import (
+    build_tp_tree,
+    foreign_bytes,
+    load_replica,
+    loading_plan,
+    weight_bytes,
+)
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
@@ -54,6 +62,8 @@ class TreeBuilder:
     device: torch.device
     replica_bytes: int = 0
     """Bytes of the weights, once loaded."""
+    loaded_bytes: int = 0
+    """Bytes of the weights that were read from the checkpoint; 0 if the cell's memory had them."""
     view_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of each tree outside of the replica; the rank refuses to start unless 0."""
     borrowing: Borrowing | None = None
@@ -70,20 +80,40 @@ class TreeBuilder:
 
         A rank that holds one part of the weights loads that part, which serves as its replica.
         """
-        parts = self.spec.parts
+        parts, stored = self.spec.parts, None
         config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
         if parts > 1:
             config, group = self._config_of_part(parts), self._parted_over()
         activate(group)
+        found = self._find_part()
         with set_current_vllm_config(config), whole_blocks(self.device):
-            replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
+            if found is not None:
+                replica, stored = found
+            else:
+                replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
+                self.loaded_bytes = weight_bytes(replica)
             self._prove(replica, replica, parts, group.rank_in_group)
             if self.borrows:
-                self.borrowing = self._share_parts(replica)
+                self.borrowing = self._share_parts(replica, stored)
         self.replica_bytes = weight_bytes(replica)
         return replica
 
-    def _share_parts(self, part: nn.Module) -> Borrowing:
+    def _find_part(self) -> tuple[nn.Module, StoredPart] | None:
+        """Return the part that a process before this one has left in the cell's memory, if any."""
+        spec = self.spec
+        if not (self.borrows and spec.joins and spec.memory is not None):
+            return None
+        # Of its own: a configuration has the layers of one tree.
+        config = self._config_of_part(spec.parts)
+        plan = loading_plan(spec.widest, spec.parts, spec.borrow)
+        try:
+            with set_current_vllm_config(config):
+                return find_part(config, plan, spec.memory, spec.rank)
+        except ViewError as error:
+            log.warning("part_not_found", reason=str(error), instead="the checkpoint is read")
+            return None
+
+    def _share_parts(self, part: nn.Module, stored: StoredPart | None) -> Borrowing:
         spec, widest = self.spec, self.communicators.of_width(self.spec.widest)
         place = Place(spec.rank, spec.rank - spec.rank % spec.widest, spec.widest, spec.parts)
         return share_parts(
@@ -94,6 +124,7 @@ class TreeBuilder:
             cpu_group=widest.group.cpu_group,
             # The others of a rank that joins serving ones have filled their memory long ago.
             meet=(lambda: None) if spec.joins else widest.group.barrier,
+            stored=stored,
         )
 
     def _borrowing_tree(self, replica: nn.Module) -> nn.Module:

@@ -60,7 +60,7 @@ class TensorPlace:
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the tensor in memory with this layout, (bytes,) int8."""
-        size = _extent(self.shape, self.stride) * self.dtype.itemsize
+        size = extent_of(self.shape, self.stride) * self.dtype.itemsize
         flat = raw[self.offset : self.offset + size].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
@@ -113,7 +113,7 @@ def _kind_of(name: str, layer: nn.Module) -> UnitKind:
     )
 
 
-def _tensors_of(layer: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def tensors_of(layer: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (holder, name, tensor) of a layer's parameters, buffers and plain attributes."""
     for holder in ("_parameters", "_buffers"):
         for name, tensor in getattr(layer, holder).items():
@@ -134,7 +134,7 @@ def put_tensor(layer: nn.Module, place: TensorPlace, tensor: torch.Tensor) -> No
         setattr(layer, place.name, tensor)
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of items from the first to the last of a tensor."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
@@ -148,7 +148,7 @@ def layout_of(unit: Unit) -> UnitLayout:
     found = [
         (name, *each)
         for name, layer in unit.layers.items()
-        for each in _tensors_of(layer)
+        for each in tensors_of(layer)
         if each[2].numel()
     ]
     largest = max(tensor.nbytes for *_, tensor in found)
@@ -156,7 +156,7 @@ def layout_of(unit: Unit) -> UnitLayout:
     places, end, loan_bytes = [], 0, 0
     for layer, holder, name, tensor in found:
         shape, stride = tuple(tensor.shape), tensor.stride()
-        if _extent(shape, stride) != tensor.numel():
+        if extent_of(shape, stride) != tensor.numel():
             raise ViewError(
                 f"layer {unit.name}.{layer} has a tensor {name} with gaps in its memory, which "
                 "peers cannot borrow: use --borrow none, and please report it."

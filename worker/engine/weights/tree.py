@@ -69,14 +69,18 @@ def load_replica(
     and with `ffn` so are heads.
     """
     check_widths(config, shards)
-    plan = ShardPlan(
-        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
-    )
-    with building(plan):
+    with building(loading_plan(shards, parts, borrow)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
     return model
+
+
+def loading_plan(shards: int, parts: int, borrow: str) -> ShardPlan:
+    """Return the plan of the tree that `load_replica` fills; see there."""
+    return ShardPlan(
+        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
+    )
 
 
 def check_widths(config: VllmConfig, width: int) -> None:
