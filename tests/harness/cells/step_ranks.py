@@ -3,12 +3,13 @@
 Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
-the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend;
-`poison`, if slots hold NaN while no step may read them. With `again`, the rank is then killed, and
-a process that takes its place in the others' memory does all runs again; with `kills_lenders`, all
-others are killed before. Every run does all requests; OUT has {run: {"streams": [...], "modes":
-{mode: steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of loans}}, or a list of two
-such. Only the choice of each step's mode is replaced; the rest is the product.
+the weights, and what they `borrow`, but of `whole_layers`; `alone`, if that rank leads in dp and
+the others only lend; `poison`, if slots hold NaN while no step may read them. With `again`, the
+rank is then killed, and a process that takes its place in the others' memory does all runs again;
+with `kills_lenders`, all others are killed before. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of
+loans}}, or a list of two such. Only the choice of each step's mode is replaced; the rest is the
+product.
 """
 
 import contextlib
@@ -144,7 +145,12 @@ def serve(
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
     own = rank_spec(config, rank, cohort, memory)
-    own = replace(own, parts=spec.get("parts", 1), borrow=spec.get("borrow", "none"))
+    own = replace(
+        own,
+        parts=spec.get("parts", 1),
+        borrow=spec.get("borrow", "none"),
+        whole_layers=spec.get("whole_layers", 0),
+    )
     if spec.get("poison"):
         poisoned_ring.install()
     engine = build_engine(base, own)
