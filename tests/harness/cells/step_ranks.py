@@ -60,7 +60,7 @@ def chooser(run: str, mixed: Sequence[str], *, has_sp: bool = True) -> Choice:
 
 def has_sp(spec: dict[str, Any]) -> bool:
     """Whether the ranks of a SPEC can compute with all weights."""
-    return spec.get("parts", 1) == 1 or spec.get("borrow", "none") != "none"
+    return bool(spec.get("parts", 1) == 1 or spec.get("borrow", "none") != "none")
 
 
 class Collector:

@@ -46,4 +46,4 @@ def poisoned_ring(loans: Sequence[LoanCopy], device: torch.device) -> LoanRing:
 
 def install() -> None:
     """Let this process make such rings from now on."""
-    lending.make_ring = poisoned_ring
+    lending.make_ring = poisoned_ring  # type: ignore[attr-defined]
