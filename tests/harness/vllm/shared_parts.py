@@ -84,21 +84,23 @@ class SharedParts:
         return {name: bytes(piece) for name, piece in self.memory.pieces.items()}
 
 
-def outputs(tree: nn.Module, borrowing: Borrowing) -> dict[str, torch.Tensor]:
+def outputs(
+    tree: nn.Module, borrowing: Borrowing, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """What each unit gives in a tree, one after the other in the order of use."""
     modules = dict(tree.named_modules(remove_duplicate=False))
     with torch.no_grad():
-        return {name: output_of(modules[name]) for name in borrowing.units}
+        return {name: output_of(modules[name], dtype) for name in borrowing.units}
 
 
-def output_of(module: nn.Module) -> torch.Tensor:
+def output_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a layer, a feed-forward network or a layer's experts give for the input of all tests."""
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn((TOKENS, HIDDEN), generator=generator)
+    x = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
     if isinstance(module, RoutedExperts):
         weights, experts = torch.rand((TOKENS, EXPERTS), generator=generator).topk(2)
         out: torch.Tensor = module.forward_modular(x, weights, experts.int())
         return out
-    result = module(x.to(getattr(module, "orig_dtype", x.dtype)))
+    result = module(x)
     out = result[0] if isinstance(result, tuple) else result
     return out.clone()
