@@ -25,7 +25,7 @@ RESIDENT_SHARE = 64
 """Tensors below this fraction of a unit's largest one are copied once, at start-up."""
 
 Take = Callable[[int], torch.Tensor]
-"""Returns memory of so many bytes, (bytes,) int8, that peers can map."""
+"""Returns memory of a number of bytes, (bytes,) int8, that peers can map."""
 
 
 class UnitKind(StrEnum):
