@@ -200,6 +200,8 @@ class _Load:
         tasks = self._tasks_max
         if not arriving:
             tasks = min(tasks, sum(each.running for each in self._demands))
+            decode_s = cost.decode.seconds(self._tasks_max, self._tasks_max * mean)
+            self._slack_s = _slack_s(cost, decode_s, 0.0, 0.0)
             return cost.step_s(tasks, tasks * mean)
         chunk = min(float(cost.chunk_tokens), tasks * prompts / max(outputs, 1.0))
         if chunk >= cost.chunk_tokens:

@@ -315,6 +315,12 @@ class Config(_Frozen):
                 f"cell.widths, {widest}."
             )
         if self.borrows:
+            if self.cell.ranks % widest:
+                raise ValueError(
+                    f"cell.ranks is {self.cell.ranks}: each {widest} ranks (the widest of "
+                    "cell.widths) hold one copy of the weights together and borrow from each "
+                    f"other, so use a multiple of {widest}, or narrower groups."
+                )
             return
         if any(group.width != widest for group in layout.groups):
             raise ValueError(

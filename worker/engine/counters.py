@@ -11,6 +11,9 @@ from typing import Protocol
 import psutil
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from comm_pool.layout import StepMode
+from worker.engine.weights.ring import LoanRing
+
 
 @dataclass(slots=True)
 class EngineCounts:
@@ -31,11 +34,38 @@ class EngineCounts:
 class Borrowing(Protocol):
     """What an engine that borrows tells of its loans, in totals since the rank started."""
 
-    bytes_borrowed: int
-    wait_s: float
-    """How long computation waited for loans."""
-    whole_layers: int
-    """The number of layers whose feed-forward part the rank holds whole."""
+    @property
+    def bytes_borrowed(self) -> int:
+        """Bytes of all loans."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long computation waited for loans."""
+
+    @property
+    def whole_layers(self) -> int:
+        """The number of layers whose feed-forward part the rank holds whole."""
+
+
+@dataclass(slots=True)
+class LoanCounts:
+    """What a rank has borrowed since it started."""
+
+    ring: LoanRing
+    modes: frozenset[StepMode]
+    """The modes whose steps borrow."""
+    whole_layers: int = 0
+    bytes_borrowed: int = 0
+
+    def count(self, mode: StepMode) -> None:
+        """Count a step in a mode."""
+        if mode in self.modes:
+            self.bytes_borrowed += self.ring.step_bytes
+
+    @property
+    def wait_s(self) -> float:
+        """How long computation waited for loans."""
+        return self.ring.wait_s
 
 
 class Counting(Protocol):

@@ -20,6 +20,7 @@ from comm_pool.mixed import shape_of_parts
 from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.views import LAYOUT
 from worker.engine.config import ModeKey, mode_config
+from worker.engine.counters import LoanCounts
 from worker.engine.device import whole_blocks
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
@@ -75,6 +76,13 @@ class TreeBuilder:
         """Whether the rank borrows the parts that it lacks."""
         return self.spec.parts > 1 and self.spec.borrow != "none"
 
+    def loan_counts(self) -> LoanCounts | None:
+        """Return the counts of what the rank borrows, once loaded; None if it borrows nothing."""
+        if self.borrowing is None:
+            return None
+        modes: frozenset[StepMode] = frozenset({Mode.DP, Mode.SP})
+        return LoanCounts(self.borrowing.ring, modes, self.borrowing.whole_layers)
+
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
 
@@ -125,6 +133,8 @@ class TreeBuilder:
             # The others of a rank that joins serving ones have filled their memory long ago.
             meet=(lambda: None) if spec.joins else widest.group.barrier,
             stored=stored,
+            whole_layers=spec.whole_layers,
+            floor_goal_s=spec.floor_goal_s,
         )
 
     def _borrowing_tree(self, replica: nn.Module) -> nn.Module:

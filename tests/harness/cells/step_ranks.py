@@ -3,12 +3,13 @@
 Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
-the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend.
-With `again`, the rank is then killed, and a process that takes its place in the others' memory does
-all runs again; with `kills_lenders`, all others are killed before.
-Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
-"weights": bytes, "loaded": bytes}}, or a list of two such. Only the choice of each step's mode is
-replaced; the rest is the product.
+the weights, and what they `borrow`, but of `whole_layers`; `alone`, if that rank leads in dp and
+the others only lend; `poison`, if slots hold NaN while no step may read them. With `again`, the
+rank is then killed, and a process that takes its place in the others' memory does all runs again;
+with `kills_lenders`, all others are killed before. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of
+loans}}, or a list of two such. Only the choice of each step's mode is replaced; the rest is the
+product.
 """
 
 import contextlib
@@ -80,6 +81,7 @@ class Collector:
 
 def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
     """Do all runs as the group's leader, then let the followers go."""
+    from tests.harness.faults.poisoned_ring import spoiled
     from worker.engine.mode import PreparedMode
     from worker.io.step_queue import Begin, LeaveGroup
 
@@ -89,6 +91,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     scheduler = member.mode_of(binding.group).scheduler
     results = {}
     for run in spec["runs"]:
+        spoiled.clear()
         choose = chooser(run, spec.get("mixed", ()), has_sp=has_sp(spec))
         modes = Counter[str]()
 
@@ -113,6 +116,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
             "streams": streams,
             "modes": dict(modes),
             "weights": member.engine.replica_bytes,
+            "spoiled": spoiled.total(),
             "loaded": member.engine.loaded_bytes,
         }
         if not spec.get("keeps_cache"):
@@ -132,6 +136,7 @@ def serve(
     joins: bool = False,
 ) -> None:
     """Build one rank and do its part; ranks of which one is alone stay until they are killed."""
+    from tests.harness.faults import poisoned_ring
     from worker.cohort import Cohort
     from worker.io.step_queue import LeaveGroup
     from worker.launch.process import build_engine
@@ -139,11 +144,15 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
+    own = rank_spec(config, rank, cohort, memory)
     own = replace(
-        rank_spec(config, rank, cohort, memory),
+        own,
         parts=spec.get("parts", 1),
         borrow=spec.get("borrow", "none"),
+        whole_layers=spec.get("whole_layers", 0),
     )
+    if spec.get("poison"):
+        poisoned_ring.install()
     engine = build_engine(base, own)
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]

@@ -26,6 +26,8 @@ STRIDE = 32
 LARGEST = 16
 SIGNS = (-1.0) ** np.arange(SIDE)
 NAMES = ("spread", "columns", "largest", "near", "apart", "logsumexp")
+SUMS = ("near", "apart")
+"""Those that add the errors of 16 logits up."""
 
 Rows = Mapping[str, Any]
 """By what is kept: an array whose leading dimensions are those of the rows."""
@@ -50,11 +52,17 @@ def keep(rows: Any) -> dict[str, Any]:
 
 def difference(row: Any, kept: Rows, *at: int) -> float:
     """Largest difference between one row and the one that is kept at this place."""
+    return float(np.max(differences(row, kept, *at)))
+
+
+def differences(row: Any, kept: Rows, *at: int) -> tuple[float, float]:
+    """Largest difference of single values, and of sums, between one row and the one kept."""
     own = keep(row)
     # Two that are almost equal may have changed places: columns are looked up, not compared.
     own["looked up"] = np.asarray(row)[kept["columns"][at]]
-    pairs = [(own["looked up"], kept["largest"][at])]
-    pairs += [(own[name], kept[name][at]) for name in kept if name != "columns"]
+    compared = {"looked up": kept["largest"][at]}
+    compared |= {name: kept[name][at] for name in kept if name != "columns"}
+    worst = {name: float(np.abs(own[name] - other).max()) for name, other in compared.items()}
+    sums = [worst.pop(name) for name in SUMS]
     # A NaN is a difference, and `max` alone would hide it.
-    worst = [float(np.abs(one - other).max()) for one, other in pairs]
-    return float(np.max(worst))
+    return float(np.max(list(worst.values()))), float(np.max(sums))

@@ -39,5 +39,6 @@ ENTRIES = (
     Entry("qwen3-moe", "qwen3-moe"),
     Entry("mixtral", "mixtral"),
     Entry("untied", "untied"),
+    Entry("qkv-bias", "qkv-bias"),
 )
 CATALOG = {entry.name: entry for entry in ENTRIES}

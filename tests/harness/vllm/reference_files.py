@@ -151,22 +151,32 @@ class Reference:
         """What is kept of the logits, by prompt and step."""
         return {name: self.arrays[name] for name in kept_rows.NAMES}
 
-    def check(self, streams: list[Any], scores: Any, limit: float, about: str) -> None:
-        """All tokens are equal, and all logits and scores within the limit."""
+    def check(self, streams: list[Any], scores: Any, limit: float, about: str) -> float:
+        """All tokens are equal, and all logits and scores within the limit.
+
+        Returns the largest difference of a single logit or score, sums left out.
+        """
         for number, (stream, tokens) in enumerate(zip(streams, self.arrays["tokens"], strict=True)):
             assert stream.tokens == tokens.tolist(), (about, number)
-        logits = max(self.difference(n, stream.logits) for n, stream in enumerate(streams))
+        found = [self.differences(n, stream.logits) for n, stream in enumerate(streams)]
+        single, sums = np.max(found, axis=0)
         worst = float(np.abs(scores - self.arrays["scores"]).max())
         loss = abs(float(np.mean(scores) - np.mean(self.arrays["scores"])))
-        print(f"{about}: logits {logits:.2e}, scores {worst:.2e}, loss {loss:.2e}")
-        assert logits < limit, about
+        print(f"{about}: logits {single:.2e}, sums {sums:.2e}, scores {worst:.2e}, loss {loss:.2e}")
+        assert single < limit, about
+        assert sums < limit, about
         assert worst < limit, about
+        return float(max(single, worst))
 
     def difference(self, number: int, logits: Any) -> float:
         """Largest difference of a prompt's rows of logits, one per step."""
+        return float(np.max(self.differences(number, logits)))
+
+    def differences(self, number: int, logits: Any) -> Any:
+        """The same of single values, and of sums."""
         assert len(logits) == NEW_TOKENS
-        found = [kept_rows.difference(row, self.rows, number, n) for n, row in enumerate(logits)]
-        return float(np.max(found))
+        found = [kept_rows.differences(row, self.rows, number, n) for n, row in enumerate(logits)]
+        return np.max(found, axis=0)
 
 
 def reference(name: str, model: Path) -> Reference:

@@ -9,6 +9,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     MixtralConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -44,6 +45,7 @@ def make_model(folder: Path, config: Any) -> Any:
 LONG: dict[str, Any] = {**SIZES, "max_position_embeddings": 1024, "initializer_range": 0.05}
 MODELS: dict[str, Any] = {
     "untied": LlamaConfig(**LONG, tie_word_embeddings=False),
+    "qkv-bias": Qwen2Config(**LONG, tie_word_embeddings=False),
     "one-kv-head": Qwen3Config(**{**LONG, "num_key_value_heads": 1}, head_dim=32),
     "qwen3-moe": Qwen3MoeConfig(
         **{**LONG, "num_key_value_heads": 2},

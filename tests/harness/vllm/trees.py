@@ -191,13 +191,24 @@ class Trees:
 
     def view(self, width: int, rank: int) -> nn.Module:
         """A fresh tree of one rank of a group of this width."""
+        with self.group(width, rank) as config:
+            return build_tp_tree(
+                config, self.replica, shards=self.shards, width=width, rank_in_group=rank
+            )
+
+    def part(self, parts: int, number: int, borrow: str) -> nn.Module:
+        """One of several parts of the weights, loaded for ranks that borrow this."""
+        with self.group(parts, number) as config:
+            return load_replica(config, self.shards, parts, borrow)
+
+    @contextmanager
+    def group(self, width: int, rank: int) -> Iterator[Any]:
+        """This process as a rank of a tp group, which the layers built inside ask."""
         config = mode_config(self.base, ModeKey(Mode.TP, width))
         own = parallel_state._TP
         parallel_state._TP = SimpleNamespace(world_size=width, rank_in_group=rank)
         try:
             with set_current_vllm_config(config):
-                return build_tp_tree(
-                    config, self.replica, shards=self.shards, width=width, rank_in_group=rank
-                )
+                yield config
         finally:
             parallel_state._TP = own

@@ -201,6 +201,10 @@ def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None
         (("--weight-parts", "3"), "a power of two"),
         (("--weight-parts", "8"), "a power of two up to the widest group"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
+        (
+            ("--ranks", "6", "--layout", "dp6", "--weight-parts", "2"),
+            "cell.ranks is 6: each 4 ranks .* so use a multiple of 4",
+        ),
         (("--whole-layers", "2"), "ranks read no layers from each other"),
         (("--weight-parts", "2", "--borrow", "none", "--whole-layers", "auto"), "read no layers"),
         (("--weight-parts", "2", "--whole-layers", "-1"), "greater than or equal to 0"),

@@ -8,7 +8,7 @@ import pytest
 from coordinator.model.cost_model import GroupCost
 from coordinator.model.policy_settings import TierGoal
 from coordinator.model.step_line import StepLine
-from coordinator.policy.predict import Demand, TierForecast, forecast
+from coordinator.policy.predict import Demand, TierForecast, _Load, forecast
 
 LINE = StepLine(0.02, 1e-4, 0.0)
 PLAIN = GroupCost(LINE, LINE, 100_000)
@@ -17,9 +17,13 @@ NO_GOAL = TierGoal(None, None)
 
 
 def expected(cost: GroupCost, **demand: object) -> TierForecast:
-    fields = {"rate": 0.0, "prompts": (500,), "output": 100.0, **demand}
-    (found,) = forecast(cost, 1, [Demand(1, NO_GOAL, **fields)], 8.0)  # type: ignore[arg-type]
+    (found,) = forecast(cost, 1, [_demand(demand)], 8.0)
     return found
+
+
+def _demand(fields: dict[str, object]) -> Demand:
+    given = {"rate": 0.0, "prompts": (500,), "output": 100.0, **fields}
+    return Demand(1, NO_GOAL, **given)  # type: ignore[arg-type]
 
 
 def test_decodes_wait_for_loans() -> None:
@@ -59,3 +63,17 @@ def test_above_the_floor_nothing_changes() -> None:
 def test_the_first_token_of_a_short_prompt_comes_after_the_loans() -> None:
     assert expected(PLAIN, rate=0.01, prompts=(10,)).ttft_s == pytest.approx(0.031, rel=0.1)
     assert expected(LENT, rate=0.01, prompts=(10,)).ttft_s == pytest.approx(0.12, rel=0.1)
+
+
+def test_tasks_that_run_on_need_the_time_of_their_loans() -> None:
+    """800 tokens of 8 tasks are 100 steps, while new requests wait."""
+    running: dict[str, object] = {"running": 8.0, "context": 4_000.0, "to_come": 800.0}
+    running["rate"] = 1e-6
+    plain, lent = (expected(replace(each, tasks_max=8), **running) for each in (PLAIN, LENT))
+    assert plain.tpot_s == pytest.approx(0.0208, rel=0.05)
+    assert lent.tpot_s == pytest.approx(0.08, rel=0.01)
+    load = _Load(replace(LENT, tasks_max=8), [_demand(running)], 8.0)
+    assert load._backlog_s(_demand(running)) == pytest.approx(8.0, rel=0.01)
+    still = {**running, "rate": 0.0}
+    load = _Load(replace(LENT, tasks_max=8), [_demand(still)], 8.0)
+    assert load._backlog_s(_demand(still)) == pytest.approx(8.0)

@@ -1,117 +1,109 @@
-"""Ranks that share parts of the weights with each other, through files and through handles."""
-
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+"""Who lends which unit into which slot: one plan of all kinds of units, in the order of use."""
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from comm_pool.cpu.cell_memory import CellMemory, cell_memory
-from tests.harness.vllm.part_trees import PARTS, rank_of_parts
-from tests.harness.vllm.trees import CPU, tree_process, write_and_name
-from worker.engine.weights.layers import ViewError
-from worker.engine.weights.lending import Borrowing, Place, share_parts
-from worker.engine.weights.manifest import PartManifest
-from worker.engine.weights.part_memory import units_of
-from worker.engine.weights.part_store import store_part, unit_memory
-from worker.engine.weights.tree import load_replica
+from comm_pool.loan_slots import SlotStates
+from comm_pool.loans import Loan, holders_of, order_of
+from worker.engine.weights.lending import Place, plan_of_units
+from worker.engine.weights.part_memory import UnitKind
 
-PLACES = tuple(Place(rank, 0, PARTS, PARTS) for rank in range(PARTS))
+QKV, OUTPUT = UnitKind.QKV, UnitKind.OUTPUT
+FEED_FORWARD, EXPERTS = UnitKind.FEED_FORWARD, UnitKind.EXPERTS
+LAYER = (QKV, OUTPUT, FEED_FORWARD)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("lending")
-    model = write_and_name(folder / "model")
-    with tree_process(folder):
-        yield model
+def test_kinds_that_take_turns_share_slots_each_with_its_own() -> None:
+    """Of halves, each unit has one loan; the third of a kind takes the slot of the first."""
+    plan = plan_of_units(LAYER * 4, Place(rank=1, first=0, ranks=2, parts=2))
+    assert [loan.layer for loan in plan] == [*range(12)]
+    assert {(loan.part, loan.lender) for loan in plan} == {(0, 0)}
+    assert [loan.slot for loan in plan] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
+    assert [loan.after for loan in plan] == [None] * 6 + [*range(6)]
 
 
-@pytest.fixture
-def memory() -> Iterator[CellMemory]:
-    made = cell_memory(PARTS, (1, 2), ())
-    yield made
-    made.close()
+def test_parts_of_a_unit_follow_each_other_in_the_order_of_use() -> None:
+    plan = plan_of_units([QKV, FEED_FORWARD] * 2, Place(rank=6, first=4, ranks=4, parts=4))
+    assert [loan.layer for loan in plan] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [loan.part for loan in plan] == [3, 0, 1] * 4
+    assert [loan.lender for loan in plan] == [3, 0, 1] * 4  # Within the group, from its first rank.
+    assert [loan.slot for loan in plan] == [0, 1, 2, 0, 1, 2, 3, 0, 1, 3, 0, 1]
+    assert [loan.after for loan in plan] == [*[None] * 7, 0, 1, None, 3, 4]
 
 
-def load(model: Path, rank: int) -> nn.Module:
-    with rank_of_parts(model, rank) as config:
-        return load_replica(config, PARTS, PARTS, "all")
+def test_layers_of_different_kinds_need_not_take_turns() -> None:
+    """Dense layers before those with experts, for example."""
+    kinds = [FEED_FORWARD, FEED_FORWARD, EXPERTS, FEED_FORWARD, EXPERTS]
+    plan = plan_of_units(kinds, Place(rank=0, first=0, ranks=2, parts=2))
+    assert [(loan.layer, loan.slot, loan.after) for loan in plan] == [
+        (0, 0, None),
+        (1, 1, None),
+        (2, 0, None),
+        (3, 0, 0),
+        (4, 1, None),
+    ]
 
 
-def share(part: nn.Module, rank: int, memory: CellMemory | None) -> Borrowing:
-    return share_parts(part, PLACES[rank], CPU, memory=memory, cpu_group=rank, meet=lambda: None)
+def test_a_place_knows_its_part() -> None:
+    assert [Place(rank, 4, 4, 2).part for rank in range(4, 8)] == [0, 0, 1, 1]
+    assert [Place(rank, 0, 4, 4).part for rank in range(4)] == [0, 1, 2, 3]
 
 
-def check_copies(borrowing: Borrowing, lender: nn.Module) -> None:
-    """Every loan brings what the lender's layers have."""
-    borrowing.ring.begin_step()
-    for unit in units_of(lender):
-        (part,) = (each for each in borrowing.units[unit.name].parts if each.loan is not None)
-        assert part.loan is not None
-        with borrowing.ring.use(part.loan):
-            for place, tensor in part.tensors:
-                own = getattr(unit.layers[place.layer], place.name)
-                assert torch.equal(tensor, own), (unit.name, place)
+@st.composite
+def places(draw: st.DrawFn) -> Place:
+    parts = draw(st.sampled_from([2, 4, 8]))
+    ranks = parts * draw(st.sampled_from([1, 2]))
+    first = ranks * draw(st.integers(0, 2))
+    return Place(first + draw(st.integers(0, ranks - 1)), first, ranks, parts)
 
 
-def store(model: Path, memory: CellMemory, rank: int) -> nn.Module:
-    part = load(model, rank)
-    store_part(part, list(units_of(part)), memory, rank)
-    return part
+def with_own_slots(plan: tuple[Loan, ...], kinds: list[UnitKind]) -> tuple[Loan, ...]:
+    """The plan with the slots of all kinds in one ring."""
+    every = [*UnitKind]
+    return tuple(
+        Loan(
+            loan.layer,
+            loan.part,
+            loan.lender,
+            loan.slot * len(every) + every.index(kinds[loan.layer]),
+            loan.after,
+        )
+        for loan in plan
+    )
 
 
-def test_a_rank_borrows_from_the_memory_of_its_cell(model: Path, memory: CellMemory) -> None:
-    lender = store(model, memory, 0)
-    check_copies(share(load(model, 1), 1, memory), lender)
-
-
-def test_a_part_that_changed_since_it_was_stored_is_refused(
-    model: Path, memory: CellMemory
+@given(places(), st.lists(st.sampled_from([*UnitKind]), max_size=12))
+@settings(deadline=None)
+def test_each_unit_has_the_parts_that_the_rank_lacks_and_slots_come_round_in_time(
+    place: Place, kinds: list[UnitKind]
 ) -> None:
-    store(model, memory, 0)
-    manifest = PartManifest.load(memory, 0)
-    assert manifest is not None
-    third = manifest.units[2].name
-    unit_memory(memory, 0, manifest.layouts, is_own=True)[2][1000] ^= 8
-    with pytest.raises(ViewError, match=f"the copy of {third} differs from what rank 0 lends"):
-        share(load(model, 1), 1, memory)
+    plan = plan_of_units(kinds, place)
+    number = place.rank - place.first
+    lacking = order_of(number, place.ranks, place.parts)[1:]
+    assert [(loan.layer, loan.part) for loan in plan] == [
+        (unit, part) for unit in range(len(kinds)) for part in lacking
+    ]
+    last: dict[tuple[UnitKind, int], int] = {}
+    for at, loan in enumerate(plan):
+        assert loan.lender in holders_of(loan.part, place.ranks, place.parts)
+        slot = kinds[loan.layer], loan.slot
+        assert loan.after == last.get(slot), "the slot's loan before it"
+        last[slot] = at
+    states = SlotStates(place.parts * len(UnitKind))
+    states.begin_step(with_own_slots(plan, kinds))
+    waiting = 0
+    for at in range(len(plan)):
+        while waiting < len(plan) and _is_free(plan[waiting], at):
+            states.begin_copy(waiting)
+            states.end_copy(waiting)
+            waiting += 1
+        states.begin_use(at)
+        states.end_use(at)
 
 
-def test_a_rank_that_has_stored_nothing_lends_nothing(model: Path, memory: CellMemory) -> None:
-    with pytest.raises(ViewError, match="rank 0 has not stored its part"):
-        share(load(model, 1), 1, memory)
-
-
-def test_ranks_exchange_handles_and_checksums(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where no memory outlives a rank; the two ranks are threads."""
-    everyone: dict[int, Any] = {}
-    together = threading.Barrier(PARTS)
-
-    def all_gather_object(into: list[Any], own: Any, group: int) -> None:
-        everyone[group] = own
-        together.wait(60)
-        into[:] = [everyone[rank] for rank in range(PARTS)]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda _: PARTS)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    parts = [load(model, rank) for rank in range(PARTS)]
-    found: dict[int, Borrowing] = {}
-
-    def run(rank: int) -> Callable[[], None]:
-        return lambda: found.update({rank: share(parts[rank], rank, None)})
-
-    threads = [threading.Thread(target=run(rank)) for rank in range(PARTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(PARTS):
-        check_copies(found[rank], parts[1 - rank])
+def _is_free(loan: Loan, used: int) -> bool:
+    return loan.after is None or loan.after < used

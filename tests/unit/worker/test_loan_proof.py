@@ -8,7 +8,7 @@ import torch
 
 from worker.engine.weights.checksums import ROW_WORDS, WORD_BYTES, checksum, numbers_of
 from worker.engine.weights.layers import ViewError
-from worker.engine.weights.loan_proof import Promise, prove_loans
+from worker.engine.weights.loan_proof import Promise, prove_copies, prove_loans
 from worker.engine.weights.manifest import UnitSums
 from worker.engine.weights.ring import LoanCopy, LoanRing
 
@@ -82,3 +82,13 @@ def test_a_loan_that_brings_other_bytes_is_refused(wrong: str | None) -> None:
     (units[2][0] if wrong == "loan" else residents[2])[77] ^= 4
     with pytest.raises(ViewError, match=r"layer\.2 differs from what rank 3 lends: restart"):
         prove_loans(LoanRing(loans), residents, promises)
+
+
+def test_a_copy_that_a_rank_keeps_is_compared_as_well() -> None:
+    units = [lent(number) for number in range(3)]
+    copies, promises = [(each[0], each[1]) for each in units], [each[2] for each in units]
+    prove_copies(copies, promises)
+    prove_copies([], [])
+    copies[1][1][0] ^= 1
+    with pytest.raises(ViewError, match=r"layer\.1 differs from what rank 2 lends"):
+        prove_copies(copies, promises)

@@ -29,11 +29,11 @@ def spec_of(**cell: object) -> RankSpec:
     return rank_spec(config, Rank(0), Cohort(0, everyone(config), 0), None)
 
 
-def test_ranks_that_borrow_serve_in_groups_of_all_widths() -> None:
+def test_ranks_that_borrow_serve_alone_and_in_the_widest_groups() -> None:
     halves = spec_of(weight_parts=2, whole_layers="auto")
     assert (halves.borrow, halves.whole_layers, halves.floor_goal_s) == ("ffn", "auto", 0.025)
-    assert modes_widths(halves) == (1, 2, 4)
-    assert modes_widths(spec_of(weight_parts=2, borrow="all")) == (1, 2, 4)
+    assert modes_widths(halves) == (1, 4)
+    assert modes_widths(spec_of(weight_parts=2, borrow="all")) == (1, 4)
     assert modes_widths(spec_of(weight_parts=2, borrow="none")) == (4,)
     replica = spec_of()
     assert (replica.parts, replica.borrow, replica.whole_layers) == (1, "none", 0)

@@ -5,21 +5,24 @@ anybody: weights do not change, and a lender does not notice that it lends.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
+from vllm.model_executor.models.utils import extract_layer_index
 
 from comm_pool.cpu.cell_memory import CellMemory
-from comm_pool.loans import Loan, loan_plan, part_of
+from comm_pool.loans import Loan, fewest_whole_layers, loan_plan, part_of, spread_whole
 from kvadaptor.transfer.peers import allocate, export_handle, open_peer
 from worker.engine.weights.borrowed import BorrowedUnit, UnitPart
 from worker.engine.weights.layers import ViewError
-from worker.engine.weights.loan_proof import Promise, prove_loans
+from worker.engine.weights.loan_proof import Promise, prove_copies, prove_loans
 from worker.engine.weights.manifest import LentUnit, PartManifest
 from worker.engine.weights.part_memory import (
     Unit,
@@ -38,6 +41,8 @@ from worker.engine.weights.part_store import (
 )
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
@@ -49,6 +54,8 @@ class Borrowing:
     """The slots of the ring, and copies of peers' small tensors."""
     own_bytes: int
     """Bytes of the rank's part in memory that its peers read."""
+    whole_layers: int = 0
+    """Layers of which the rank holds all parts, and borrows none."""
 
     @property
     def ring_bytes(self) -> int:
@@ -86,6 +93,8 @@ def share_parts(
     cpu_group: Any,
     meet: Callable[[], None],
     stored: StoredPart | None = None,
+    whole_layers: Literal["auto"] | int = 0,
+    floor_goal_s: float | None = None,
 ) -> Borrowing:
     """Move the units of a loaded part into memory that peers map, map theirs, and plan the loans.
 
@@ -94,6 +103,9 @@ def share_parts(
     when all ranks have filled their memory. `stored` is the part if it was found in the
     cell's memory; any other part is stored there. Every loan is compared with what its lender
     holds.
+
+    Of `whole_layers` layers, evenly spread, the rank copies all parts now and borrows none; with
+    `auto` of the fewest with which loans alone take at most `floor_goal_s` seconds per step.
 
     Raises:
         ViewError: if the parts of two ranks are laid out differently, or a loan brings other bytes.
@@ -117,7 +129,37 @@ def share_parts(
         peers = _open_parts(own, described, place, device, cpu_group)
     for rank, peer in peers.items():
         _check_same(rank, peer.units, described)
-    return _borrowing(units, layouts, own, peers, place, device)
+    build = partial(_borrowing, units, layouts, own, peers, place, device)
+    if whole_layers != "auto":
+        return build(whole_layers)
+    borrowing = build(0)
+    meet()  # All ranks measure at once, as they borrow in service.
+    count = _fewest_whole(borrowing.ring, units, layouts, place, floor_goal_s)
+    return build(count) if count else borrowing
+
+
+def layers_of(units: Sequence[Unit]) -> list[list[int]]:
+    """Return the numbers of the units of each layer, in order."""
+    layers: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        layers.setdefault(extract_layer_index(unit.name), []).append(number)
+    return [layers[index] for index in sorted(layers)]
+
+
+def _fewest_whole(
+    ring: LoanRing,
+    units: Sequence[Unit],
+    layouts: Sequence[UnitLayout],
+    place: Place,
+    floor_goal_s: float | None,
+) -> int:
+    if floor_goal_s is None:
+        return 0
+    part_bytes = [sum(layouts[n].loan_bytes for n in layer) for layer in layers_of(units)]
+    rate = ring.step_bytes / ring.floor_s()
+    count = fewest_whole_layers(part_bytes, place.parts, rate, floor_goal_s)
+    log.info("whole_layers", bytes_per_s=round(rate), goal_s=floor_goal_s, layers=count)
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +220,11 @@ def _borrowing(
     peers: Mapping[int, _Peer],
     place: Place,
     device: torch.device,
+    whole_layers: int,
 ) -> Borrowing:
-    loans = plan_of_units([unit.kind for unit in units], place)
+    layers = layers_of(units)
+    whole = {n for layer in spread_whole(len(layers), whole_layers) for n in layers[layer]}
+    loans = plan_of_units([unit.kind for unit in units], place, whole)
     slots: dict[tuple[UnitKind, int], torch.Tensor] = {}
     for loan in loans:
         key = units[loan.layer].kind, loan.slot
@@ -191,6 +236,9 @@ def _borrowing(
     for layout, raw in zip(layouts, own, strict=True):
         views = [(each, each.view(raw)) for each in layout.places]
         parts.append([UnitPart(place.part, None, views)])
+    held = _copy_whole(whole, layouts, peers, place)
+    for number, unit_part, _ in held:
+        parts[number].append(unit_part)
     for number, loan in enumerate(loans):
         unit, layout = units[loan.layer], layouts[loan.layer]
         lender = place.first + loan.lender
@@ -217,21 +265,50 @@ def _borrowing(
     }
     ring = make_ring(copies, device)
     prove_loans(ring, residents, promises)
-    slots_and_copies = (*slots.values(), *(each for each in residents if each.numel()))
+    slots_and_copies = (
+        *slots.values(),
+        *(copy for *_, copy in held),
+        *(each for each in residents if each.numel()),
+    )
     own_bytes = sum(layout.num_bytes for layout in layouts)
-    return Borrowing(borrowed, ring, slots_and_copies, own_bytes)
+    return Borrowing(borrowed, ring, slots_and_copies, own_bytes, whole_layers)
 
 
-def plan_of_units(kinds: Sequence[UnitKind], place: Place) -> tuple[Loan, ...]:
+def _copy_whole(
+    whole: Collection[int],
+    layouts: Sequence[UnitLayout],
+    peers: Mapping[int, _Peer],
+    place: Place,
+) -> list[tuple[int, UnitPart, torch.Tensor]]:
+    """Copy and compare all parts of these units; return (unit, part, its memory) of each."""
+    made, copies, promises = [], [], []
+    for number in whole:
+        layout = layouts[number]
+        for loan in loan_plan(place.rank - place.first, place.ranks, place.parts, 1):
+            lender = place.first + loan.lender
+            lent = peers[lender].units[number]
+            copy = peers[lender].memory[number].clone()
+            copies.append((copy[: layout.loan_bytes], copy[layout.loan_bytes :]))
+            promises.append(Promise(lent.name, lender, lent.sums))
+            views = [(each, each.view(copy)) for each in layout.places]
+            made.append((number, UnitPart(loan.part, None, views), copy))
+    prove_copies(copies, promises)
+    return made
+
+
+def plan_of_units(
+    kinds: Sequence[UnitKind], place: Place, whole: Collection[int] = ()
+) -> tuple[Loan, ...]:
     """Return the loans of a step, in the order of use; `layer` is the number of a unit.
 
-    Units of one kind share slots, as they are of one size.
+    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed.
     """
     counts = Counter(kinds)
     found: list[tuple[int, int, UnitKind, Loan]] = []
     for kind, count in counts.items():
         numbers = [number for number, each in enumerate(kinds) if each is kind]
-        plan = loan_plan(place.rank - place.first, place.ranks, place.parts, count)
+        held = [index for index, number in enumerate(numbers) if number in whole]
+        plan = loan_plan(place.rank - place.first, place.ranks, place.parts, count, whole=held)
         found += [(numbers[loan.layer], index, kind, loan) for index, loan in enumerate(plan)]
     found.sort(key=lambda each: each[:2])
     number_of = {(kind, index): n for n, (_, index, kind, _) in enumerate(found)}

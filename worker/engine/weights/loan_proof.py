@@ -40,6 +40,22 @@ def prove_loans(
         with ring.use(number):
             sums.append(checksum(ring.loans[number].slot))
         sums.append(checksum(resident))
+    _compare(sums, promises)
+
+
+def prove_copies(
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]], promises: Sequence[Promise]
+) -> None:
+    """Compare copies of units that a rank keeps: large tensors and small ones, (bytes,) int8.
+
+    Raises:
+        ViewError: as `prove_loans`.
+    """
+    _compare([checksum(each) for copy in copies for each in copy], promises)
+
+
+def _compare(sums: Sequence[torch.Tensor], promises: Sequence[Promise]) -> None:
+    """Compare two checksums each, of the large tensors and of the small ones, with promises."""
     found = numbers_of(sums)
     for promise, loan, resident_sum in zip(promises, found[::2], found[1::2], strict=True):
         if promise.sums != UnitSums(loan, resident_sum):

@@ -1,0 +1,106 @@
+"""All ranks that share out the parts of a tiny model's weights, in the test's own process.
+
+Each loads its part and shares it as in a cell, one after the other: the memory that peers map is
+here a byte array by name, and a rank that has filled its own lets the next one begin.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from comm_pool.layout import Mode
+from comm_pool.loans import part_of
+from tests.harness.vllm.trees import CPU, HIDDEN, Trees
+from worker.engine.config import ModeKey, mode_config
+from worker.engine.weights.borrowed import build_borrowing_tree
+from worker.engine.weights.lending import Borrowing, Place, share_parts
+
+TOKENS = 33
+EXPERTS = 8
+"""Of the tiny models that have some."""
+
+
+class Memory:
+    """Stands in for the cell's memory."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, bytearray] = {}
+
+    def map(self, name: str, size: int, *, is_own: bool) -> bytearray:
+        """Only its owner makes a piece."""
+        assert is_own != (name in self.pieces)
+        if is_own:
+            self.pieces[name] = bytearray(size)
+        assert len(self.pieces[name]) == size
+        return self.pieces[name]
+
+
+@dataclass
+class SharedParts:
+    """What the ranks have after their start."""
+
+    trees: Trees
+    ranks: int
+    parts: int
+    borrow: str
+
+    def __post_init__(self) -> None:
+        self.memory: Any = Memory()
+        self.loaded = [
+            self.trees.part(self.parts, part_of(rank, self.ranks, self.parts), self.borrow)
+            for rank in range(self.ranks)
+        ]
+        self.borrowings: dict[int, Borrowing] = {}
+        self._share(0)
+
+    def _share(self, rank: int) -> None:
+        def meet() -> None:
+            if rank + 1 < self.ranks:
+                self._share(rank + 1)
+
+        self.borrowings[rank] = share_parts(
+            self.loaded[rank],
+            Place(rank, 0, self.ranks, self.parts),
+            CPU,
+            memory=self.memory,
+            cpu_group=None,
+            meet=meet,
+        )
+
+    def tree(self, rank: int) -> nn.Module:
+        """The tree with which a rank computes alone."""
+        own, config = self.borrowings[rank], mode_config(self.trees.base, ModeKey(Mode.DP, 1))
+        with set_current_vllm_config(config):
+            return build_borrowing_tree(
+                config, self.loaded[rank], own.units, own.ring, shards=self.trees.shards
+            )
+
+    def bits(self) -> dict[str, bytes]:
+        """All that ranks lend."""
+        return {name: bytes(piece) for name, piece in self.memory.pieces.items()}
+
+
+def outputs(
+    tree: nn.Module, borrowing: Borrowing, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """What each unit gives in a tree, one after the other in the order of use."""
+    modules = dict(tree.named_modules(remove_duplicate=False))
+    with torch.no_grad():
+        return {name: output_of(modules[name], dtype) for name in borrowing.units}
+
+
+def output_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a layer, a feed-forward network or a layer's experts give for the input of all tests."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
+    if isinstance(module, RoutedExperts):
+        weights, experts = torch.rand((TOKENS, EXPERTS), generator=generator).topk(2)
+        out: torch.Tensor = module.forward_modular(x, weights, experts.int())
+        return out
+    result = module(x)
+    out = result[0] if isinstance(result, tuple) else result
+    return out.clone()

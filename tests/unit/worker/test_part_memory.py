@@ -1,0 +1,220 @@
+"""The memory of a unit: large tensors first, aligned, and moved in bit for bit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from torch import nn
+
+from tests.harness.vllm.shared_parts import output_of
+from tests.harness.vllm.trees import FP8, Trees, tree_process, write_and_name
+from worker.engine.weights.fp8 import is_quantized
+from worker.engine.weights.layers import ViewError
+from worker.engine.weights.part_memory import (
+    ALIGNMENT_BYTES,
+    RESIDENT_SHARE,
+    Unit,
+    UnitKind,
+    UnitLayout,
+    is_parted,
+    layout_of,
+    move_in,
+    units_of,
+)
+
+LARGE, SMALL = 1 << 14, 50
+
+
+def unit_of(**layers: nn.Module) -> Unit:
+    return Unit("mlp", UnitKind.FEED_FORWARD, layers)
+
+
+def layer_of(**tensors: torch.Tensor) -> nn.Module:
+    """Parameters, or buffers where the name says so, or plain attributes."""
+    layer = nn.Module()
+    for name, tensor in tensors.items():
+        if name.startswith("buffer"):
+            layer.register_buffer(name, tensor)
+        elif name.startswith("plain"):
+            setattr(layer, name, tensor)
+        else:
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return layer
+
+
+def tensors_of(unit: Unit) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors that the layout of a unit names, as the layers have them now."""
+    return {
+        (place.layer, place.name): getattr(unit.layers[place.layer], place.name).data
+        for place in layout_of(unit).places
+    }
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    items = tensor.contiguous().view(-1).view(torch.uint8)
+    return bytes(items.numpy())
+
+
+def moved(unit: Unit) -> tuple[UnitLayout, torch.Tensor]:
+    layout = layout_of(unit)
+    raw = torch.full((layout.num_bytes,), -1, dtype=torch.int8)
+    move_in(unit, layout, raw)
+    return layout, raw
+
+
+def test_large_tensors_come_first_and_small_ones_are_copied_once() -> None:
+    first = layer_of(bias=torch.randn(SMALL), weight=torch.randn(LARGE))
+    second = layer_of(weight=torch.randn(LARGE // 2), buffer_scale=torch.randn(1))
+    layout = layout_of(unit_of(first=first, second=second))
+    assert [(each.layer, each.name) for each in layout.places] == [
+        ("first", "weight"),
+        ("second", "weight"),
+        ("first", "bias"),
+        ("second", "buffer_scale"),
+    ]
+    assert layout.loan_bytes == 4 * (LARGE + LARGE // 2)
+    assert [each.offset for each in layout.places] == [0, 4 * LARGE, 6 * LARGE, 6 * LARGE + 256]
+    assert layout.num_bytes == layout.loan_bytes + 2 * ALIGNMENT_BYTES
+
+
+@pytest.mark.parametrize(("more", "is_loan"), [(0, True), (-1, False)])
+def test_a_tensor_is_small_below_a_share_of_the_largest(more: int, is_loan: bool) -> None:
+    other = torch.zeros(LARGE // RESIDENT_SHARE + more)
+    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(LARGE), other=other)))
+    assert (layout.loan_bytes == layout.num_bytes) == is_loan
+    assert (layout.loan_bytes > 4 * LARGE) == is_loan
+
+
+def test_each_tensor_is_aligned_and_none_overlaps() -> None:
+    sizes = (LARGE, 1, 300, 64, 65, 7, LARGE - 1, LARGE // 3)
+    tensors = {f"weight{number}": torch.randn(size) for number, size in enumerate(sizes)}
+    layout = layout_of(unit_of(one=layer_of(**tensors)))
+    end = 0
+    for place in layout.places:
+        assert place.offset % ALIGNMENT_BYTES == 0
+        assert end <= place.offset < end + ALIGNMENT_BYTES
+        end = place.offset + tensors[place.name].nbytes
+    assert end <= layout.num_bytes
+    assert layout.num_bytes % ALIGNMENT_BYTES == layout.loan_bytes % ALIGNMENT_BYTES == 0
+
+
+def test_tensors_survive_bit_for_bit_with_their_strides() -> None:
+    """fp8 weights are views of transposed memory, with strides (1, K)."""
+    columns = torch.randint(0, 256, (96, 64), dtype=torch.uint8).view(FP8).t()
+    rows = torch.randn(64, 96)
+    scale, bias = torch.randn(1)[0], torch.randn(96, dtype=torch.bfloat16)
+    experts = torch.randn(4, 8, 16).permute(2, 0, 1)
+    given = {"weight": columns, "plain": rows, "buffer": scale, "bias": bias, "experts": experts}
+    layer = layer_of(**given)
+    bits = {name: bits_of(tensor) for name, tensor in given.items()}
+    unit = unit_of(one=layer)
+    layout, raw = moved(unit)
+    assert columns.stride() == (1, 64)
+    start, end = raw.data_ptr(), raw.data_ptr() + raw.nbytes
+    assert {place.name for place in layout.places} == {*given}
+    for (_, name), tensor in tensors_of(unit).items():
+        assert bits_of(tensor) == bits[name], name
+        assert (tensor.shape, tensor.stride()) == (given[name].shape, given[name].stride())
+        assert tensor.dtype == given[name].dtype
+        assert start <= tensor.data_ptr() < end
+    assert isinstance(layer.weight, nn.Parameter)
+    assert not layer.weight.requires_grad
+    assert "plain" in vars(layer)
+    assert "buffer" in dict(layer.named_buffers())
+
+
+def test_the_same_memory_elsewhere_reads_the_same() -> None:
+    """A borrower reads large tensors in a slot, and the others where it keeps them."""
+    unit = unit_of(one=layer_of(weight=torch.randn(128, 128).t(), bias=torch.randn(128)))
+    layout, raw = moved(unit)
+    weight, bias = layout.places
+    slot, kept = raw[: layout.loan_bytes].clone(), raw[layout.loan_bytes :].clone()
+    assert torch.equal(weight.view(slot), unit.layers["one"].weight)
+    assert torch.equal(bias.moved(-layout.loan_bytes).view(kept), unit.layers["one"].bias)
+
+
+@pytest.mark.parametrize(
+    "gaps", [torch.zeros(8, 16)[:, :8], torch.zeros(64)[::2], torch.zeros(8, 1).expand(8, 4)]
+)
+def test_gaps_are_refused_with_the_layer(gaps: torch.Tensor) -> None:
+    unit = unit_of(down_proj=layer_of(weight=torch.zeros(LARGE), plain_scale=gaps))
+    with pytest.raises(ViewError) as refused:
+        layout_of(unit)
+    assert str(refused.value) == (
+        "layer mlp.down_proj has a tensor plain_scale with gaps in its memory, which peers cannot "
+        "borrow: use --borrow none, and please report it."
+    )
+
+
+def test_empty_tensors_take_no_memory() -> None:
+    empty: Any = torch.zeros(0)
+    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(8), plain_workspace=empty)))
+    assert [place.name for place in layout.places] == ["weight"]
+
+
+# Parts of real layers
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trees]]:
+    """A Qwen2 of two layers whose qkv has biases: in fp32, and in fp8 with bf16 around it."""
+    folder = tmp_path_factory.mktemp("part-memory")
+    with tree_process(folder):
+        yield {
+            "plain": Trees(write_and_name(folder / "plain"), dtype="float32"),
+            "fp8": Trees(write_and_name(folder / "fp8", "fp8")),
+            "channel": Trees(write_and_name(folder / "channel", "channel")),
+        }
+
+
+@pytest.mark.parametrize(
+    ("borrow", "names"),
+    [
+        ("ffn", ["0.mlp", "1.mlp"]),
+        (
+            "all",
+            [
+                f"{layer}.{unit}"
+                for layer in (0, 1)
+                for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
+            ],
+        ),
+    ],
+)
+def test_units_come_in_the_order_of_use(
+    trees: dict[str, Trees], borrow: str, names: list[str]
+) -> None:
+    part = trees["plain"].part(2, 1, borrow)
+    units = [*units_of(part)]
+    assert [unit.name for unit in units] == [f"model.layers.{name}" for name in names]
+    assert {*units[-1].layers} == {"gate_up_proj", "down_proj"}
+    assert all(is_parted(layer) for unit in units for layer in unit.layers.values())
+    assert [*units_of(trees["plain"].replica)] == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "channel"])
+def test_parts_of_a_model_are_laid_out_alike_and_compute_as_before(
+    trees: dict[str, Trees], kind: str
+) -> None:
+    layouts = []
+    for number in range(2):
+        part = trees[kind].part(2, number, "all")
+        units = {unit.name: unit for unit in units_of(part)}
+        layouts.append({name: layout_of(unit) for name, unit in units.items()})
+        modules = dict(part.named_modules())
+        qkv = [name for name in units if name.endswith("qkv_proj")]
+        assert kind == "plain" or all(is_quantized(modules[name]) for name in qkv)
+        dtype = trees[kind].base.model_config.dtype
+        before = {name: output_of(modules[name], dtype) for name in qkv}
+        for unit in units.values():
+            moved(unit)
+        for name, out in before.items():
+            assert torch.equal(output_of(modules[name], dtype), out), name
+    assert layouts[0] == layouts[1]
+    assert all(layout.places[0].name == "weight" for layout in layouts[0].values())
+    first = next(iter(layouts[0].values()))
+    assert kind != "plain" or 0 < first.loan_bytes < first.num_bytes, "biases are copied once"
