@@ -13,6 +13,10 @@ ROW_WORDS = 4096
 """Words in a row of the grid whose rows and columns are added up."""
 
 
+_ROW_FACTOR, _COLUMN_FACTOR = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
+"""Bits without a pattern."""
+
+
 def checksum(raw: torch.Tensor) -> torch.Tensor:
     """Return the checksum of memory, (bytes,) int8, in whole words: int64, 0-dimensional, there.
 
@@ -27,14 +31,14 @@ def checksum(raw: torch.Tensor) -> torch.Tensor:
     rows = torch.cat((grid.sum(1), tail.sum().view(1)))
     columns = grid.sum(0)
     columns[: tail.numel()] += tail
-    return _weighted(rows) * 3 + _weighted(columns)
+    # One odd and one even factor per word: no change of a single word can vanish.
+    return _weighted(rows, _ROW_FACTOR) + 2 * _weighted(columns, _COLUMN_FACTOR)
 
 
-def _weighted(sums: torch.Tensor) -> torch.Tensor:
+def _weighted(sums: torch.Tensor, factor: int) -> torch.Tensor:
     """Return the sum of (n,) int64, each times an odd number of its place, modulo 2^64."""
-    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
-    # Products of small places alone would leave the upper bits of few small words empty.
-    return (sums * (places * 0x9E3779B97F4A7C1 + 2)).sum()
+    spread = torch.arange(1, len(sums) + 1, device=sums.device) * factor
+    return (sums * ((spread ^ (spread >> 29)) | 1)).sum()
 
 
 def numbers_of(sums: Iterable[torch.Tensor]) -> list[int]:
