@@ -12,7 +12,6 @@ WORD_BYTES = 8
 ROW_WORDS = 4096
 """Words in a row of the grid whose rows and columns are added up."""
 
-
 _ROW_FACTOR, _COLUMN_FACTOR = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 """Bits without a pattern."""
 
