@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
 from coordinator.protocol.config import Config
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.floor import floor_goal_s
 from worker.cohort import Cohort
 
 
@@ -37,8 +39,18 @@ class RankSpec:
     """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
     """The number of parts of the weights, of which the rank holds one; 1: it holds all."""
-    borrow: str = "none"
-    """Which layers are in parts and borrowed: `ffn`, `all`; `none`: all are, and none borrowed."""
+    borrow: Literal["none", "ffn", "all"] = "none"
+    """The layers that are in parts, which the rank reads from others during a step.
+
+    With `none` all linear layers are, and it reads nothing.
+    """
+    whole_layers: Literal["auto"] | int = 0
+    """The number of layers whose feed-forward part the rank holds whole.
+
+    `auto` is the fewest with which a step takes at most `floor_goal_s`.
+    """
+    floor_goal_s: float | None = None
+    """The longest step, in seconds, that loans alone should take; None if no tier has a goal."""
     ranks_per_device: int = 1
     joins: bool = False
     """Whether the others already serve; the rank then replaces a lost process in their memory."""
@@ -54,6 +66,11 @@ def modes_widths(spec: RankSpec) -> tuple[int, ...]:
     if spec.parts == 1:
         return spec.widths
     return (spec.widest,) if spec.borrow == "none" else (1, spec.widest)
+
+
+def part_of(spec: RankSpec) -> int:
+    """Return the part of the weights that the rank holds: neighbours hold the same one."""
+    return spec.rank % spec.widest // (spec.widest // spec.parts)
 
 
 def rank_spec(
@@ -89,6 +106,9 @@ def rank_spec(
         memory=memory,
         exchange_parts=config.cell.exchange_parts,
         parts=config.cell.weight_parts,
+        borrow=config.cell.borrow if config.borrows else "none",
+        whole_layers=config.cell.whole_layers,
+        floor_goal_s=floor_goal_s(config.slo),
         ranks_per_device=config.cell.ranks_per_device,
         joins=cohort.joins,
     )

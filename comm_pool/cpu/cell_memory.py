@@ -1,4 +1,4 @@
-"""Memory that the CPU ranks of a cell share: planes, step queues, mailboxes, KV.
+"""Memory that the CPU ranks of a cell share: planes, step queues, mailboxes, KV, weights.
 
 The launcher makes it before it forks the ranks, and keeps it, so it outlives each of them: a
 restarted rank finds the memory of its predecessor, and living ranks have it mapped already. It
@@ -90,6 +90,16 @@ def weights_name(rank: int) -> str:
     return f"weights-{rank}"
 
 
+def rest_name(rank: int) -> str:
+    """Name the memory of what a rank has loaded besides the weights that its peers read."""
+    return f"rest-{rank}"
+
+
+def manifest_name(rank: int) -> str:
+    """Name the list of all tensors in a rank's two pieces of weights."""
+    return f"manifest-{rank}"
+
+
 def measurements_name(rank: int) -> str:
     """Name the start-up measurements of a rank."""
     return f"measured-{rank}"
@@ -99,8 +109,14 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
-    of_ranks = (
-        name(rank) for name in (mailbox_name, kv_name, weights_name, measurements_name) for rank in range(world)
+    of_rank = (
+        mailbox_name,
+        kv_name,
+        weights_name,
+        rest_name,
+        manifest_name,
+        measurements_name,
     )
+    of_ranks = (name(rank) for name in of_rank for rank in range(world))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

@@ -159,7 +159,19 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         "--weight-parts",
         type=int,
         metavar="N",
-        help="for models larger than a device: each rank holds one of N parts; default: 1",
+        help="parts of the weights, of which each rank holds one; default: 1",
+    )
+    add(
+        "--borrow",
+        choices=("none", "ffn", "all"),
+        help="layers that are in parts, which ranks read from each other; with none only the "
+        "widest groups serve; default: ffn",
+    )
+    add(
+        "--whole-layers",
+        type=_whole_layers,
+        metavar="N|auto",
+        help="layers that every rank holds whole, for faster small steps; default: 0",
     )
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add(
@@ -185,6 +197,16 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         help="serve without API keys on an address that other machines reach",
     )
     add("--verbose", action="store_true", help="show the processes' logs as well")
+
+
+def _whole_layers(text: str) -> int | str:
+    """Read `auto` or a number; raises `ArgumentTypeError`."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor auto") from None
 
 
 def _add_operator_commands(commands: "Commands") -> None:

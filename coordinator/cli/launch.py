@@ -160,6 +160,10 @@ def _set_groups(
         cell["mixed"] = ()
     if options.weight_parts is not None:
         cell["weight_parts"] = options.weight_parts
+    if options.borrow is not None:
+        cell["borrow"] = options.borrow
+    if options.whole_layers is not None:
+        cell["whole_layers"] = options.whole_layers
     if options.layout is not None:
         cell["layout"] = options.layout
     elif changed or options.weight_parts is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.last_run import find_admin_url
+from coordinator.cli.rank_words import hold_parts, weights_words
 from coordinator.cli.tables import format_table
 
 LAST_MAX = 1_000
@@ -156,7 +157,14 @@ def step_times_text(times: dict[str, Any]) -> str:
     lines = [
         "step times measured at start",
         format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),
+        f"A group {width} wide holds the KV of {times['kv_tokens']:,} tokens, in every mode.",
     ]
+    for mode, floor_ms in times["floor_ms"].items():
+        name = mode if mode in mixed else f"{mode}{width}"
+        lines.append(
+            f"A step in {name} takes at least {floor_ms:.1f} ms: it reads the parts of the weights "
+            "that the group lacks."
+        )
     if "sp" in curves:
         lines.append(_choice(f"shift{width}", "sp", times["sp_from_tokens"]))
     for shape, start in mixed.items():
@@ -211,8 +219,10 @@ def _out_table(modes: list[dict[str, Any]]) -> str:
 
 
 def _ranks_table(ranks: list[dict[str, Any]]) -> str:
+    parted = hold_parts(ranks)
+    headers = ["rank", "pid", "phase", "epoch", "heard ms ago", "lease ms", "pages free"]
     return format_table(
-        ("rank", "pid", "phase", "epoch", "heard ms ago", "lease ms", "pages free", "restarts"),
+        [*headers, "restarts", *(["weights"] if parted else [])],
         [
             (
                 rank["rank"],
@@ -223,6 +233,7 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
                 rank.get("lease_left_ms", "-"),
                 rank.get("pages", {}).get("free", "-"),
                 rank.get("restarts", "-"),
+                *([weights_words(rank)] if parted else []),
             )
             for rank in ranks
         ],

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import CliError
+from coordinator.cli.rank_words import hold_parts, weights_words
 
 POLL_S = 1.0
 SAMPLES_MAX = 900
@@ -135,6 +136,11 @@ def _ranks(
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("rank", "group", "state", "run", "wait", "pages free", "heard ms"):
         table.add_column(name, justify="left" if name in ("group", "state") else "right")
+    parted = hold_parts(answer["ranks"])
+    words = [weights_words(rank) for rank in answer["ranks"]] if parted else []
+    if parted:
+        table.add_column("weights", no_wrap=True)
+        width -= 2 + max(map(len, words))
     table.add_column("last seconds by mode")
     groups = {rank: group for group in answer["groups"] for rank in group["ranks"]}
     strip = max(8, width - 68)
@@ -150,11 +156,12 @@ def _ranks(
             str(group["waiting"]) if group and leads else "",
             str(rank.get("pages", {}).get("free", "")),
             str(rank.get("heartbeat_age_ms", "")),
+            *words[number : number + 1],
             _lane(number, list(samples)[-strip:]),
         )
     if len(answer["ranks"]) > rows:
         more = len(answer["ranks"]) - rows
-        table.add_row("…", f"{more} more", "see the page at /", "", "", "", "", "")
+        table.add_row("…", f"{more} more", "see the page at /", *[""] * (len(table.columns) - 3))
     return table
 
 

@@ -96,7 +96,7 @@ class Core(CoreViews):
     def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
         self._settings = settings
         self._coordinator_id = coordinator_id
-        self._roster = Roster(settings.world, settings.narrowest)
+        self._roster = Roster(settings.world, settings.narrowest, settings.parts)
         self._switcher = Switcher(settings.switch, self._roster, now_ms)
         self._answers = DirectiveSender(self._switcher, settings.answer_ms)
         self._pool = TaskPool(

@@ -5,11 +5,11 @@ Plain dictionaries of numbers, texts and lists; reading changes nothing. The cor
 
 from collections import Counter
 
-from comm_pool.layout import Rank, format_layout
+from comm_pool.layout import Mode, Rank, format_layout
 from coordinator.model.records import Decision, SwitchRecord
-from coordinator.protocol.messages.rank import Probed
+from coordinator.protocol.messages.rank import Probed, RankHello
 from coordinator.protocol.terms import Binding, Tier
-from coordinator.ranks.roster import RankRecord, Roster
+from coordinator.ranks.roster import RankRecord, Roster, kv_tokens
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
@@ -94,6 +94,8 @@ def step_times_view(roster: Roster) -> View:
                 "width": times.width,
                 "sp_from_tokens": times.sp_from_tokens,
                 "mixed_from_tokens": dict(times.mixed_from_tokens),
+                "floor_ms": {mode: us / 1000 for mode, us in times.floor_us},
+                "kv_tokens": kv_tokens([record.hello], times.width) if record else 0,
                 "curves": {
                     mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
                     for mode, points in times.curves
@@ -167,6 +169,21 @@ def _group_view(binding: Binding, roster: Roster) -> View:
     return view
 
 
+def _weights_view(hello: RankHello) -> View:
+    return {
+        "part": hello.part,
+        "parts": hello.parts,
+        "borrow": hello.borrow,
+        "whole_layers": hello.whole_layers,
+        "floor_ms": {
+            # The names of mixed groups have their widths.
+            f"{name}{times.width}" if name in set(Mode) else name: us / 1000
+            for times in hello.step_times
+            for name, us in times.floor_us
+        },
+    }
+
+
 def _rank_view(rank: Rank, record: RankRecord, now_ms: int) -> View:
     view: View = {
         "rank": rank,
@@ -179,6 +196,7 @@ def _rank_view(rank: Rank, record: RankRecord, now_ms: int) -> View:
         "heartbeat_age_ms": now_ms - record.heard_at_ms,
         "out_ms": max(0, record.out_until_ms - now_ms),
         "memory": dict(record.hello.memory),
+        "weights": _weights_view(record.hello),
     }
     report = record.report
     if report is None:

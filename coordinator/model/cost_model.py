@@ -5,12 +5,12 @@ curves stay in it as a fixed number of steps, so that a load of one shape cannot
 others. `predict` calls this module, and the simulator in place of a GPU.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Mode
 from coordinator.model.step_line import StepLine, fit, plus, sums_of
-from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
+from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
 """Weight of one start-up measurement, in served steps."""
@@ -26,7 +26,8 @@ CHUNK_TOKENS = 8_192
 class GroupCost:
     """The cost of a group of one width and mode: step times in seconds, KV in tokens.
 
-    `prefill` differs from `decode` in shift groups, which compute large steps in sp.
+    `prefill` differs from `decode` in shift groups, which compute large steps in sp. A step that
+    borrows takes at least its floor, so small ones take equally long.
     """
 
     decode: StepLine
@@ -34,13 +35,29 @@ class GroupCost:
     capacity_tokens: int
     tasks_max: int = 1_024
     chunk_tokens: int = CHUNK_TOKENS
+    floor_s: float = 0.0
+    """The least time of a step in the mode of `decode`; 0 if it borrows nothing."""
+    prefill_floor_s: float = 0.0
+    """The same in the mode of `prefill`, if that is another one."""
 
     def step_s(self, tokens: float, context: float) -> float:
         """Seconds of a step, in the faster mode."""
+        decode = max(self.floor_s, self.decode.seconds(tokens, context))
+        if self.prefill is self.decode:
+            return decode
+        return min(decode, max(self.prefill_floor_s, self.prefill.seconds(tokens, context)))
+
+    def compute_s(self, tokens: float, context: float) -> float:
+        """Seconds of what a step computes: what it adds to a step that has other work too."""
         decode = self.decode.seconds(tokens, context)
         if self.prefill is self.decode:
             return decode
-        return min(decode, self.prefill.seconds(tokens, context))
+        return min(decode, max(self.prefill_floor_s, self.prefill.seconds(tokens, context)))
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step that computes nothing."""
+        return max(self.floor_s, self.decode.base_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +86,15 @@ class CostModel:
 
 
 class StepFits:
-    """Lines by (mode, width), fitted to start-up measurements and served steps."""
+    """Lines by (mode, width), fitted to start-up measurements and served steps.
 
-    __slots__ = ("_lines", "_priors", "_served")
+    Steps at their floor are no part of a line: it would be flat.
+    """
+
+    __slots__ = ("_floors_s", "_lines", "_priors", "_served")
 
     def __init__(self) -> None:
+        self._floors_s: dict[tuple[Mode, int], float] = {}
         self._priors: dict[tuple[Mode, int], StepSums] = {}
         self._served: dict[tuple[Mode, int], StepSums] = {}
         self._lines: dict[tuple[Mode, int], StepLine] = {}
@@ -87,21 +108,29 @@ class StepFits:
         """Return the line of a mode and width, or None if it is unknown."""
         return self._lines.get((mode, width))
 
-    def add_curves(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
+    def floor_s(self, mode: Mode, width: int) -> float:
+        """Return the least time of a step in seconds; 0 if steps of this mode borrow nothing."""
+        return self._floors_s.get((mode, width), 0.0)
+
+    def add_curves(self, times: Sequence[WidthTimes], context_share: float = 0.0) -> None:
         """Add the curves of a start-up.
 
         They are measured without context, so the caller gives a first estimate: reading a token's
         KV takes `context_share` of reading all weights, which is most of a short step.
         """
         for each in times:
+            floors_us = dict(each.floor_us)
             for name, points in each.curves:
                 if name not in set(Mode):
                     continue  # Layouts of mixed groups are no candidates.
-                mode = Mode(name)
+                mode, floor_us = Mode(name), floors_us.get(name, 0)
+                self._floors_s[mode, each.width] = floor_us * 1e-6
                 shortest_s = min(us for _, us in points) * 1e-6
+                if floor_us:
+                    shortest_s = _shortest_s(times, each.width) or shortest_s
                 per_million_s = shortest_s * context_share * 1e6
                 steps = []
-                for tokens, us in points:
+                for tokens, us in _above(points, floor_us):
                     seconds = us * 1e-6
                     steps.append((tokens, 0.0, seconds))
                     # Enough context to make the step half as long again.
@@ -126,3 +155,32 @@ class StepFits:
         line = fit(total)
         if line is not None and (line.base_s > 0 or line.token_s > 0):
             self._lines[key] = line
+
+
+def _above(points: Sequence[tuple[int, int]], floor_us: int) -> list[tuple[float, float]]:
+    """Return the (tokens, µs) points above the floor, at least two.
+
+    If there are fewer, the line begins at 0: then it is right at the largest step, and what it says
+    of small ones is likely to be below the floor.
+    """
+    above = [(float(tokens), float(us)) for tokens, us in points if us > AT_FLOOR * floor_us]
+    if not floor_us or len(above) > 1:
+        return above
+    tokens, us = points[-1]
+    return [(tokens / 2, us / 2), (float(tokens), float(us))]
+
+
+def _shortest_s(times: Iterable[WidthTimes], width: int) -> float | None:
+    """Return the time that groups of this width would take to read their weights, in seconds.
+
+    By the shortest steps of groups that borrow nothing, whose members read a share each; None if
+    there are none.
+    """
+    found = [
+        each.width * us * 1e-6 / width
+        for each in times
+        for name, points in each.curves
+        if name not in dict(each.floor_us)
+        for _, us in points
+    ]
+    return min(found, default=None)

@@ -31,6 +31,8 @@ class GroupCostRecord(msgspec.Struct, frozen=True):
     capacity_tokens: int
     tasks_max: int
     chunk_tokens: int
+    floor_us: float = 0.0
+    prefill_floor_us: float = 0.0
 
 
 class GoalRecord(msgspec.Struct, frozen=True):
@@ -123,6 +125,8 @@ def costs_of(record: CostRecord) -> CostModel:
             each.capacity_tokens,
             each.tasks_max,
             each.chunk_tokens,
+            each.floor_us * 1e-6,
+            each.prefill_floor_us * 1e-6,
         )
     switch = SwitchCost(record.pause_ms / 1e3, record.kv_bytes_per_token, record.link_bytes_per_s)
     return CostModel(groups, switch)
@@ -155,6 +159,8 @@ def _group_record(cost: GroupCost) -> GroupCostRecord:
         cost.capacity_tokens,
         cost.tasks_max,
         cost.chunk_tokens,
+        round(cost.floor_s * 1e6, 3),
+        round(cost.prefill_floor_s * 1e6, 3),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from comm_pool.layout import Layout
 from coordinator.model.policy_settings import PolicySettings, PolicyStart, TierGoal
 from coordinator.model.step_line import StepLine
+from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.config import Config
 from coordinator.protocol.policy_config import SloTarget, TierConfig
 from coordinator.protocol.terms import Carry, Tier
@@ -91,8 +92,10 @@ class CoreSettings:
     world: int
     layout: Layout
     narrowest: int = 1
-    """The narrowest groups that can serve; above 1 if ranks hold parts of the weights and wait for
-    each other in dp."""
+    """The narrowest groups that can serve; above 1 if ranks hold parts of the weights, borrow none,
+    and wait for each other in dp."""
+    parts: WeightParts = field(default_factory=WeightParts)
+    """Which part of the weights each rank holds."""
     lease_ms: int = 10_000
     lost_after_ms: int = 12_000
     recover_ms: int = 12_000
@@ -151,6 +154,13 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         world=config.cell.ranks,
         layout=config.initial_layout(),
         narrowest=config.narrowest,
+        parts=WeightParts(
+            config.cell.weight_parts,
+            config.copy_width,
+            borrows=config.borrows,
+            # CPU ranks lend from memory that is the cell's.
+            outlive=config.cell.device == "cpu",
+        ),
         # If no rank serves without the others, waiting for more ranks gains nothing.
         settled_ms=SETTLED_MS if config.narrowest == 1 else 0,
         lease_ms=coordinator.lease_ms,

@@ -18,7 +18,7 @@ from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.model.step_line import StepLine
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.protocol.messages.rank import RankHello, Report
-from coordinator.ranks.roster import Roster
+from coordinator.ranks.roster import Roster, kv_tokens
 
 PAUSE_ASSUMED_S = 0.05
 LINK_ASSUMED_BYTES_S = 50e9
@@ -60,7 +60,8 @@ class Knowledge:
         """Add a rank's start-up measurements."""
         memory = dict(hello.memory)
         tokens = max(1, hello.pages_total * hello.tokens_per_slot)
-        weights = memory.get("weights", 0)
+        # About: where only some layers are in parts, the others count more than once.
+        weights = memory.get("weights", 0) * hello.parts
         share = memory.get("kv", 0) / tokens / weights if weights else 0.0
         self._fits.add_curves(hello.step_times, share)
 
@@ -121,19 +122,19 @@ class Knowledge:
         return CostModel(groups, SwitchCost(self._pause_s, per_token, self._speed))
 
     def _group(self, mode: Mode, width: int, hellos: list[RankHello]) -> GroupCost | None:
-        decode = self._line(Mode.TP if mode is Mode.SHIFT else mode, width)
-        prefill = self._line(Mode.SP, width) if mode is Mode.SHIFT else decode
+        small, large = (Mode.TP, Mode.SP) if mode is Mode.SHIFT else (mode, mode)
+        decode = self._line(small, width)
+        prefill = self._line(large, width) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
-        # One page is vLLM's null block.
-        pages = min(hello.pages_total for hello in hellos) - 1
-        slots = min(width, hellos[0].kv_heads)
         return GroupCost(
             decode=decode,
             prefill=prefill,
-            capacity_tokens=pages * slots * hellos[0].tokens_per_slot,
+            capacity_tokens=kv_tokens(hellos, width),
             tasks_max=hellos[0].max_tasks,
             chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
+            floor_s=self._fits.floor_s(small, width),
+            prefill_floor_s=self._fits.floor_s(large, width),
         )
 
     def _line(self, mode: Mode, width: int) -> StepLine | None:

@@ -4,7 +4,9 @@ A group that batches continuously is a shared processor. A step takes A + B·tok
 tokens are one per running task and the prompts that came during the step before; the running tasks
 are those that arrive during one's life (Little's law). The fixed point gives the time per token.
 Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if arrivals
-exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary.
+exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary. A
+step that borrows takes at least its floor, which hides what it computes. But prompts come in lumps:
+one step has none and waits for its loans, and another has more than its loans hide.
 `score` calls this module.
 """
 
@@ -32,6 +34,12 @@ BUSY_MAX = 0.95
 
 ROUNDS = 3
 """Iterations of the mean step: only the part of lives within the horizon depends on itself."""
+
+ROUNDS_OF_LOANS = 8
+"""The same where a step waits for loans: how long depends on the prompts that come during it."""
+
+LUMPS_MAX = 16
+"""Most prompts of a step for which their number matters; more come evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,10 @@ class _Load:
     __slots__ = (
         "_asked",
         "_demands",
+        "_full_s",
         "_horizon_s",
         "_mean_context",
+        "_slack_s",
         "_step_s",
         "_tasks_max",
         "_use",
@@ -128,6 +138,9 @@ class _Load:
         self._mean_context = self._context()
         holds = cost.capacity_tokens / self._mean_context if self._mean_context else math.inf
         self._tasks_max = max(1.0, min(cost.tasks_max, holds))
+        self._slack_s = 0.0
+        """How long a step of a full group waits for its loans alone, on average."""
+        self._full_s = self._full_step_s()
         self._step_s = self._mean_step_s()
         used = backlog = 0.0
         self._use: list[float] = []
@@ -149,14 +162,17 @@ class _Load:
 
     def _work_s(self, demand: Demand) -> float:
         """Seconds of a full group's time per request."""
-        prefill_s = self.cost.prefill.token_s * demand.prompt
-        return prefill_s + self._token_s(demand) * demand.output
+        return self._taken_s(demand, demand.prompt, demand.output)
+
+    def _taken_s(self, demand: Demand, prompts: float, outputs: float) -> float:
+        """Seconds of a full group's time for reading and decoding these numbers of tokens."""
+        token_s = self._token_s(demand) + self._slack_s / self._tasks_max
+        return self.cost.prefill.token_s * prompts + token_s * outputs
 
     def _backlog_s(self, demand: Demand) -> float:
         """Seconds of work that wait or run."""
         to_come = demand.to_come + demand.unstarted * demand.output
-        prefill_s = self.cost.prefill.token_s * demand.unstarted_tokens
-        return prefill_s + self._token_s(demand) * to_come
+        return self._taken_s(demand, demand.unstarted_tokens, to_come)
 
     def _context(self) -> float:
         """Return the mean context of a task over the horizon."""
@@ -184,35 +200,47 @@ class _Load:
         tasks = self._tasks_max
         if not arriving:
             tasks = min(tasks, sum(each.running for each in self._demands))
+            decode_s = cost.decode.seconds(self._tasks_max, self._tasks_max * mean)
+            self._slack_s = _slack_s(cost, decode_s, 0.0, 0.0)
             return cost.step_s(tasks, tasks * mean)
         chunk = min(float(cost.chunk_tokens), tasks * prompts / max(outputs, 1.0))
         if chunk >= cost.chunk_tokens:
             # Prompts fill the step before that many tasks run.
             tasks = min(tasks, chunk * outputs / max(prompts, 1.0))
-        return cost.step_s(tasks + chunk, tasks * mean)
+        if not cost.floor_s:
+            return cost.step_s(tasks + chunk, tasks * mean)
+        read_s = cost.prefill.token_s * chunk
+        count = chunk * arriving / prompts if prompts else 0.0
+        self._slack_s = _slack_s(cost, cost.decode.seconds(tasks, tasks * mean), count, read_s)
+        return cost.decode.seconds(tasks + chunk, tasks * mean) + self._slack_s
 
     def _mean_step_s(self) -> float:
         """Return seconds per step, averaged over the horizon.
 
         Running tasks go on for their remaining tokens, arriving ones for a life each, as far as it
         lies within the horizon. A step is linear in both and in the prompts that came during the
-        one before, so its mean solves a linear equation; it is at most a full step.
+        one before, so its mean solves a linear equation; it is at most a full step, and at least
+        the floor.
         """
-        cost, horizon_s = self.cost, self._horizon_s
-        full_s = self._full_step_s()
+        cost, horizon_s, full_s = self.cost, self._horizon_s, self._full_s
         per_task = cost.decode.token_s + cost.decode.context_s * self._mean_context
         running = sum(each.running for each in self._demands)
         remaining = sum(each.to_come for each in self._demands) / running if running else 0.0
-        step_s = min(full_s, 2 * cost.decode.seconds(1, 0))
-        for _ in range(ROUNDS):
+        step_s = min(full_s, max(cost.floor_s, 2 * cost.decode.seconds(1, 0)))
+        for _ in range(ROUNDS_OF_LOANS if cost.floor_s else ROUNDS):
             staying = running * min(1.0, remaining * step_s / horizon_s)
-            busy = prompts = 0.0
+            busy = prompts = count = 0.0
             for each in self._demands:
                 arriving = each.rate + each.unstarted / horizon_s
+                count += arriving
                 busy += arriving * each.output * _lived(each.output * step_s, horizon_s)
                 prompts += each.rate * each.prompt + each.unstarted_tokens / horizon_s
             at_rest = cost.decode.base_s + per_task * max(1.0, staying)
             share = per_task * busy + cost.prefill.token_s * prompts
+            if cost.floor_s:
+                decode_s = at_rest + per_task * busy * step_s
+                read_s = cost.prefill.token_s * prompts * step_s
+                at_rest += _slack_s(cost, decode_s, count * step_s, read_s)
             step_s = full_s if share >= 1 else min(full_s, at_rest / (1 - share))
         return step_s
 
@@ -260,8 +288,9 @@ class _Load:
         """Seconds from the first step of a prompt to its last, among running tasks."""
         cost = self.cost
         steps = -(-prompt // cost.chunk_tokens)
-        others = max(0.0, self._step_s - cost.decode.base_s)
-        return cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s + min(others, 1.0) / 2
+        others = max(0.0, self._step_s - cost.rest_s)
+        computed_s = cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s
+        return max(computed_s, steps * cost.floor_s) + min(others, 1.0) / 2
 
     def _unevenness(self, demand: Demand) -> float:
         """Return the relative spread of the time per token between tasks of the same length.
@@ -269,8 +298,9 @@ class _Load:
         Prompts of others come in lumps, a random number of them during a task.
         """
         variance = 0.0
+        hidden_s = self.cost.rest_s - self.cost.decode.base_s
         for each in self._demands:
-            lump_s = self.cost.prefill.token_s * each.prompt
+            lump_s = max(0.0, self.cost.prefill.token_s * each.prompt - hidden_s)
             arriving = each.rate + each.unstarted / self._horizon_s
             variance += arriving * self._step_s / max(1.0, demand.output) * lump_s * lump_s
         return math.sqrt(variance) / self._step_s
@@ -284,19 +314,40 @@ class _Load:
         ahead = list(self._demands[: index + 1])
         cost = self.cost
         backlog = sum(each.unstarted_tokens for each in ahead)
-        decode_s = max(0.0, self._step_s - cost.decode.base_s) / 2
+        decode_s = max(0.0, self._step_s - cost.rest_s) / 2
         per_chunk = cost.step_s(cost.chunk_tokens, 0.0) + decode_s
         wait = backlog / cost.chunk_tokens * per_chunk
         use = self._use[index]
         # A random arrival meets others' prompts; with several groups it can avoid them.
-        service = cost.step_s(demand.prompt, 0.0)
-        prefill = sum(each.rate * cost.step_s(each.prompt, 0.0) for each in ahead)
+        service = cost.compute_s(demand.prompt, 0.0)
+        prefill = sum(each.rate * cost.compute_s(each.prompt, 0.0) for each in ahead)
         busy = min(prefill, BUSY_MAX)
         queueing = busy * service / (1 - busy) / groups
         residual = self._step_s / 2 if demand.rate else 0.0
         growth = (use - 1) * self._horizon_s
         waits = [max(0.0, wait + growth * moment) + residual for moment in MOMENTS]
         return waits, queueing
+
+
+def _slack_s(cost: GroupCost, decode_s: float, count: float, read_s: float) -> float:
+    """Return how long a step waits for its loans with nothing to compute, on average, in seconds.
+
+    It decodes for `decode_s`. By chance it reads more or fewer than `count` prompts, which take
+    `read_s` together.
+    """
+    idle_s = cost.floor_s - decode_s
+    if idle_s <= 0:
+        return 0.0
+    if count <= 0 or count > LUMPS_MAX:
+        return max(0.0, idle_s - read_s)
+    slack_s, chance = 0.0, math.exp(-count)
+    for number in range(4 * LUMPS_MAX):
+        remaining_s = idle_s - number * read_s / count
+        if remaining_s <= 0:
+            break
+        slack_s += chance * remaining_s
+        chance *= count / (number + 1)
+    return slack_s
 
 
 def _lived(life_s: float, horizon_s: float) -> float:

@@ -7,7 +7,7 @@ their unit. `helm/values.schema.json` is generated from these models and their d
 
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
@@ -60,8 +60,17 @@ class CellConfig(_Frozen):
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     weight_parts: int = Field(default=1, ge=1)
-    """Parts of the weights, for models larger than a device: each rank holds one of them. Above 1
-    only the widest groups serve, in tp or in a mixed mode."""
+    """Parts of the weights: each rank holds one of them, so that more memory is left for KV, or so
+    that a model fits that is larger than a device. `borrow` says what a rank does for the others.
+    """
+    borrow: Literal["none", "ffn", "all"] = "ffn"
+    """Layers that ranks hold in parts if `weight_parts` is above 1, and read from each other during
+    a step: `ffn` are feed-forward layers and experts, `all` are all linear layers. With `none`
+    ranks hold parts of all layers and read nothing, so only the widest groups serve."""
+    whole_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    """Layers whose feed-forward part every rank holds whole, which makes small steps faster and
+    leaves less memory for KV; `auto` takes the fewest with which a step can meet the tightest
+    `tpot_ms` of a tier other than batch."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
@@ -291,6 +300,12 @@ class Config(_Frozen):
 
     def _check_parts(self) -> None:
         parts, layout = self.cell.weight_parts, self.initial_layout()
+        if self.cell.whole_layers != 0 and not self.borrows:
+            raise ValueError(
+                f"cell.whole_layers is {self.cell.whole_layers}, but ranks read no layers from "
+                "each other: set cell.weight_parts above 1 and cell.borrow to ffn or all "
+                "(--weight-parts, --borrow), or leave it out."
+            )
         if parts == 1:
             return
         widest = max(self.cell.widths, default=1)
@@ -299,15 +314,25 @@ class Config(_Frozen):
                 f"cell.weight_parts is {parts}: set it to a power of two up to the widest group of "
                 f"cell.widths, {widest}."
             )
+        if self.borrows:
+            if self.cell.ranks % widest:
+                raise ValueError(
+                    f"cell.ranks is {self.cell.ranks}: each {widest} ranks (the widest of "
+                    "cell.widths) hold one copy of the weights together and borrow from each "
+                    f"other, so use a multiple of {widest}, or narrower groups."
+                )
+            return
         if any(group.width != widest for group in layout.groups):
             raise ValueError(
                 f"cell.layout {self.cell.layout}: each rank holds one of {parts} parts of the "
-                f"weights, so use only groups that are {widest} wide, such as tp{widest}."
+                f"weights and borrows none, so use only groups that are {widest} wide, such as "
+                f"tp{widest}, or let ranks borrow (--borrow ffn)."
             )
         if self.policy.name == "adaptive":
             raise ValueError(
                 "policy.name adaptive has no layouts to choose from if cell.weight_parts is above "
-                "1: leave it out, and use a shift group, which chooses for each step."
+                "1 and cell.borrow is none: let ranks borrow (--borrow ffn), or leave it out and "
+                "use a shift group, which chooses for each step."
             )
 
     @staticmethod
@@ -353,9 +378,19 @@ class Config(_Frozen):
         return tuple(sorted(named))
 
     @property
+    def borrows(self) -> bool:
+        """Whether ranks read parts of the weights from each other."""
+        return self.cell.weight_parts > 1 and self.cell.borrow != "none"
+
+    @property
+    def copy_width(self) -> int:
+        """The number of aligned ranks that hold one copy of the weights, or several, together."""
+        return 1 if self.cell.weight_parts == 1 else max(self.cell.widths)
+
+    @property
     def narrowest(self) -> int:
         """The narrowest groups that can serve."""
-        return 1 if self.cell.weight_parts == 1 else max(self.cell.widths)
+        return 1 if self.borrows else self.copy_width
 
     @property
     def served_model_name(self) -> str:

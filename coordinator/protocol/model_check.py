@@ -3,8 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from coordinator.protocol.config import Config, ConfigError
+from coordinator.protocol.config import CellConfig, Config, ConfigError
 from coordinator.protocol.engine_options import (
     NOT_OFFERED,
     GivenOption,
@@ -13,6 +14,7 @@ from coordinator.protocol.engine_options import (
     last_value,
     read_options,
 )
+from coordinator.protocol.ffn_share import ffn_share, whole_share
 from coordinator.protocol.model_files import (
     Fetch,
     ModelFiles,
@@ -72,8 +74,9 @@ def check_model(
         cell = config.cell
         reasons = refusals(files.config, options, cell.device, cell.widths)
         sentences = [f"{config.model.path}: {reason}" for reason in reasons]
+        sentences += _too_many_whole(config, files.config)
     if not sentences and memory is not None:
-        sentences = [*_too_large(config, size, options, memory)]
+        sentences = [*_too_large(config, files, size, options, memory)]
     if sentences:
         raise ConfigError(sentences[0])
     return files
@@ -125,14 +128,29 @@ def load_format(options: Sequence[GivenOption]) -> str:
     return last_value(options, "--load-format") or "auto"
 
 
+def _too_many_whole(config: Config, model: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if nothing is left to borrow."""
+    whole, layers = config.cell.whole_layers, model.get("num_hidden_layers")
+    if whole == "auto" or not isinstance(layers, int) or whole < layers:
+        return []
+    return [
+        f"cell.whole_layers is {whole}, but the model has {layers} layers, so ranks would hold all "
+        "of them: use a smaller number, or leave out --weight-parts."
+    ]
+
+
 def _too_large(
-    config: Config, size: int, options: Sequence[GivenOption], memory: Memory
+    config: Config,
+    files: ModelFiles,
+    size: int,
+    options: Sequence[GivenOption],
+    memory: Memory,
 ) -> list[str]:
     """Return a sentence if weights of `size` bytes surely exceed the memory alone."""
     if float(last_value(options, OFFLOAD) or 0):
         return []
     cell = config.cell
-    per_rank = size // cell.weight_parts
+    per_rank = _held_bytes(cell, files, size)
     if cell.device == "cpu":
         needed, room, who = per_rank * cell.ranks, memory.bytes, f"{cell.ranks} ranks"
     else:
@@ -143,21 +161,48 @@ def _too_large(
         return []
     return [
         f"{config.model.path}: its weights take {needed / GIB:.1f} GiB in {who}, but "
-        f"{memory.device} has room for {room / GIB:.1f} GiB: {_remedy(config, size, room)}"
+        f"{memory.device} has room for {room / GIB:.1f} GiB: {_remedy(config, files, size, room)}"
     ]
 
 
-def _remedy(config: Config, size: int, room: int) -> str:
+def _held_bytes(cell: CellConfig, files: ModelFiles, size: int) -> int:
+    """Return the least bytes of a model of `size` bytes that each rank holds.
+
+    Without the memory that loans go into. Where the share of feed-forward layers is unknown, they
+    count as all of the model.
+    """
+    model = files.config or {}
+    ffn = ffn_share(model)
+    whole = 0.0 if cell.whole_layers == "auto" else whole_share(model, cell.whole_layers)
+    divided = 1 - whole * (ffn or 0.0)
+    if cell.borrow == "ffn":
+        divided = (1.0 if ffn is None else ffn) * (1 - whole)
+    return int(size * (1 - divided * (1 - 1 / cell.weight_parts)))
+
+
+def _remedy(config: Config, files: ModelFiles, size: int, room: int) -> str:
     cell = config.cell
     if cell.device == "cpu" and size <= room:
         return f"use --ranks {max(1, room // size)}, or a smaller model."
-    fitting = (p for p in cell.widths if p > cell.weight_parts and size // p <= room)
-    parts = next(fitting, None) if cell.device == "cuda" else None
-    return (
-        f"use --weight-parts {parts}, so that each rank holds one of {parts} parts."
-        if parts is not None
-        else "use a smaller model or larger devices."
-    )
+    others = [cell]
+    if cell.device == "cuda":
+        borrow = dict.fromkeys((cell.borrow, "all"))
+        others = [
+            cell.model_copy(update={"weight_parts": parts, "borrow": each, "whole_layers": 0})
+            for parts in sorted(cell.widths)
+            if parts > 1 and parts >= cell.weight_parts
+            for each in borrow
+        ]
+    fits = (each for each in others if _held_bytes(each, files, size) <= room)
+    found = next(fits, None)
+    if found is None:
+        return "use a smaller model or larger devices."
+    parts = found.weight_parts
+    if parts == cell.weight_parts and found.borrow == cell.borrow:
+        return "use fewer --whole-layers."
+    also = "" if found.borrow == cell.borrow else f" --borrow {found.borrow}"
+    of = "of the feed-forward layers" if found.borrow == "ffn" else "of all layers"
+    return f"use --weight-parts {parts}{also}, so that each rank holds one of {parts} parts {of}."
 
 
 def _loaded_bytes(files: ModelFiles, options: Sequence[GivenOption]) -> int:

@@ -16,6 +16,7 @@ def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> 
     # Lazily and in order, as the roster may know nothing of an unavailable rank.
     reasons = itertools.chain(
         [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
+        (_refuse_lacking(group, roster) for group in layout.groups),
         (_refuse_group(group, roster) for group in wide),
         (_refuse_drifted(group, roster) for group in wide),
     )
@@ -28,7 +29,19 @@ def _refuse_narrow(layout: Layout, roster: Roster) -> str | None:
         return None
     return (
         f"each rank holds only one of several parts of the weights, so groups are {need} wide: "
-        f"use 'tp{need}', or another mode of {need} ranks."
+        f"use 'tp{need}', or another mode of {need} ranks, or start the cell with --borrow ffn."
+    )
+
+
+def _refuse_lacking(group: Group, roster: Roster) -> str | None:
+    part = roster.lacking(group)
+    if part is None:
+        return None
+    holders = roster.parts.holders(part, group.leader)
+    names = " or ".join(map(str, holders))
+    return (
+        f"{group.name} of rank {group.leader} lacks part {part} of the weights, and the memory of "
+        f"rank {names}, which holds it, cannot be read: wait until that rank is back."
     )
 
 
@@ -74,7 +87,8 @@ def _no_sp(rank: Rank, group: Group, roster: Roster) -> str:
     if group.mixed is None and roster.narrowest > 1:
         return (
             f"{group.name} needs all of the weights on each rank, which holds only one of several "
-            f"parts of the weights: use 'tp{group.width}' or a mixed mode."
+            f"parts of the weights: use 'tp{group.width}' or a mixed mode, or start the cell with "
+            "--borrow ffn."
         )
     if group.mixed is None:
         return (

@@ -5,11 +5,12 @@ nothing from a process that has ended counts. The switcher, placement and the ad
 module; it decides nothing about layouts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from comm_pool.layout import Group, Layout, Rank, StepMode
+from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.terms import Stage
 from coordinator.ranks.mode_quarantine import ModeQuarantine
@@ -60,10 +61,12 @@ class Roster:
     lives.
     """
 
-    __slots__ = ("_records", "guard", "narrowest", "widest", "world")
+    __slots__ = ("_records", "guard", "narrowest", "parts", "widest", "world")
 
-    def __init__(self, world: int, narrowest: int = 1) -> None:
+    def __init__(self, world: int, narrowest: int = 1, parts: WeightParts | None = None) -> None:
         self.world = world
+        self.parts = parts or WeightParts()
+        """Which part of the weights each rank holds."""
         self.narrowest = narrowest
         """The narrowest groups that can serve; ranks in narrower ones wait for others."""
         self._records: dict[Rank, RankRecord] = {}
@@ -171,8 +174,26 @@ class Roster:
             record.heard_at_ms = min(now_ms, record.heard_at_ms + stall_ms)
 
     def serves(self, group: Group) -> bool:
-        """Return whether the group has all of the weights; else its rank waits for others."""
-        return group.width >= self.narrowest
+        """Return whether the group has all of the weights; else its ranks wait for others."""
+        return group.width >= self.narrowest and self.lacking(group) is None
+
+    def lacking(self, group: Group) -> int | None:
+        """Return a part of the weights that the group lacks and can borrow of nobody, or None."""
+        if not self.parts.borrows:
+            return None
+        sharing = self.parts.sharing_with(group.leader)
+        return self.parts.lacking(group, [each for each in sharing if self._lends(each, group)])
+
+    def _lends(self, rank: Rank, group: Group) -> bool:
+        """Return whether the group's leader can read the rank's memory.
+
+        It has mapped the memory of its cohort. A rank that was never heard may not have loaded its
+        part, and on CUDA a process takes its memory with it.
+        """
+        lender, borrower = self._records.get(rank), self._records.get(group.leader)
+        if lender is None or borrower is None or lender.hello.cohort != borrower.hello.cohort:
+            return False
+        return self.parts.outlive or not lender.has_exited
 
     def serves_whole(self, layout: Layout) -> bool:
         """Return whether there are groups, and each of them has all of the weights."""
@@ -222,6 +243,13 @@ class Roster:
             times.width == width and str(mode) in dict(times.curves)
             for times in self._records[rank].hello.step_times
         )
+
+
+def kv_tokens(hellos: Sequence[RankHello], width: int) -> int:
+    """Return how many tokens the KV of a group of these ranks holds, whatever mode it is in."""
+    # One page is vLLM's null block.
+    pages = min(hello.pages_total for hello in hellos) - 1
+    return pages * min(width, hellos[0].kv_heads) * hellos[0].tokens_per_slot
 
 
 def _order(report: Report) -> tuple[Stage, int]:

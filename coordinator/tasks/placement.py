@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import Binding, TaskId, Tier
-from coordinator.ranks.roster import Roster
+from coordinator.ranks.roster import Roster, kv_tokens
 from coordinator.switching.stragglers import Stragglers
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.prefix_affinity import PrefixAffinity
@@ -146,11 +146,7 @@ def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank
     if any(rank not in alive or not roster.supports(rank, width) for rank in ranks):
         return 0
     hellos = [roster[rank].hello for rank in ranks]
-    # One page is vLLM's null block.
-    pages = min(hello.pages_total for hello in hellos) - 1
-    slots = min(width, hellos[0].kv_heads)
-    limit = min(hello.max_model_len_tokens for hello in hellos)
-    return min(limit, pages * slots * hellos[0].tokens_per_slot)
+    return min(kv_tokens(hellos, width), *(hello.max_model_len_tokens for hello in hellos))
 
 
 def _for_tier(

@@ -168,6 +168,7 @@ def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
         [((str(r["rank"]),), len(r["cut_off"])) for r in reported],
     )
     yield from _process_metrics([each for each in reported if each["gauges"]])
+    yield from _loan_metrics(heard)
 
 
 def _state(rank: View) -> str:
@@ -191,6 +192,38 @@ def _process_metrics(ranks: list[View]) -> Iterator[Metric]:
         steps.add_metric((str(rank["rank"]), "sp"), in_sp)
         steps.add_metric((str(rank["rank"]), "dp_or_tp"), rank["gauges"].get("steps", 0) - in_sp)
     yield steps
+
+
+def _loan_metrics(ranks: list[View]) -> Iterator[Metric]:
+    """Yield what ranks borrow; ranks that hold all weights borrow nothing."""
+    for name, text, field, unit in (
+        ("borrowed_bytes", "Bytes of weights that a rank read from others.", "borrowed_bytes", 1),
+        (
+            "loan_wait_seconds",
+            "How long a rank's computation waited for weights that it borrows.",
+            "loan_wait_us",
+            1e6,
+        ),
+    ):
+        counter = CounterMetricFamily(f"aileron_{name}", text, labels=("rank",))
+        for rank in ranks:
+            counter.add_metric((str(rank["rank"]),), rank.get("gauges", {}).get(field, 0) / unit)
+        yield counter
+    yield _gauge(
+        "aileron_step_floor_seconds",
+        "Least time of a step in the mode that borrows most; 0 if the rank borrows nothing.",
+        ("rank",),
+        [
+            ((str(r["rank"]),), max(r["weights"]["floor_ms"].values(), default=0) / 1_000)
+            for r in ranks
+        ],
+    )
+    yield _gauge(
+        "aileron_whole_layers",
+        "Layers whose feed-forward part a rank with a part of the weights holds whole.",
+        ("rank",),
+        [((str(r["rank"]),), r["weights"]["whole_layers"]) for r in ranks],
+    )
 
 
 def queue_metrics(queue: View, now_ms: int) -> Iterator[Metric]:

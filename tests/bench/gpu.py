@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="fewer repeats")
     add("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     add("--gpu-memory-utilization", type=float, default=0.85)
+    add("--weight-parts", type=int, default=1, help="parts of aileron's weights, one a rank")
+    add("--borrow", choices=("none", "ffn", "all"), default="ffn", help="what its ranks borrow")
     add("--quantization", help="instead of the shape's own")
     add("--carry", default="pause", help="carry plans to switch with, several with commas")
     add("--switches", type=int, help="per carry plan; 0 for none")
@@ -121,6 +123,8 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
     kind = ("-" + "-".join(modes) if modes != MODES[:2] else "") + (
         "-slow-link" if options.slow_link else ""
     )
+    if options.weight_parts > 1:
+        kind += f"-parts-{options.weight_parts}-{options.borrow}"
     name = f"{date}-gpu-{shape}-{options.ranks}{kind}"
     return Setup(
         shape=shape,
@@ -133,6 +137,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         plan=plan_of(options, shape),
         memory_share=options.gpu_memory_utilization,
         quantization=options.quantization,
+        weights={"weight_parts": options.weight_parts, "borrow": options.borrow},
         folder=Path(tempfile.mkdtemp(prefix="gpu-bench-")),
         file=options.out / f"{name}.json",
         idle=idle,

@@ -6,7 +6,7 @@ The cell is the one that tests use: coordinator and ranks as processes, no HTTP 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,9 @@ async def running_cell(
     device: str,
     engine_args: list[str],
     worker: str = "worker",
-    exchange_parts: tuple[int, ...] = (1,),
+    settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[RunningCell]:
-    """Run a cell for the length of the block, its ranks by the module `worker`."""
+    """Run a cell with these settings for the length of the block, its ranks by module `worker`."""
     started = time.monotonic()
     with ExitStack() as stack:
         up = bare_cell(
@@ -179,7 +179,7 @@ async def running_cell(
             model=model,
             device=device,
             worker=worker,
-            limits={"exchange_parts": exchange_parts},
+            limits=dict(settings or {}),
             pause_limit_ms=PAUSE_LIMIT_MS,
         )
         # Beside each other: both import vLLM for seconds.

@@ -78,6 +78,8 @@ class Setup:
     plan: Plan
     memory_share: float
     quantization: str | None
+    weights: dict[str, Any]
+    """The cell's settings of where aileron's weights live."""
     folder: Path
     file: Path
     idle: Path | None
@@ -309,7 +311,10 @@ class Run:
             model=self._model,
             device=setup.device,
             engine_args=as_arguments(self._engine),
-            exchange_parts=SLOW_LINK_PARTS if setup.has_slow_link else (1,),
+            settings={
+                "exchange_parts": SLOW_LINK_PARTS if setup.has_slow_link else (1,),
+                **setup.weights,
+            },
         ) as cell:
             await self._note_cell(cell)
             for mode in setup.modes:

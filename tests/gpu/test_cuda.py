@@ -34,16 +34,25 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return {1: alone, 2: static_scores(folder, 2)}
 
 
-@pytest.fixture(scope="module")
-def cell(static: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Two ranks with the demo model in bf16, started when plain vLLM has left them."""
+@pytest.fixture(scope="module", params=("replica", "ffn", "all"))
+def cell(
+    request: pytest.FixtureRequest,
+    static: dict[int, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[BareCell]:
+    """Two ranks with the demo model in bf16, started when plain vLLM has left them.
+
+    Each holds all weights, or half of them and borrows the other half of some layers.
+    """
+    is_whole = request.param == "replica"
+    weights = {} if is_whole else {"weight_parts": RANKS, "borrow": request.param}
     folder = tmp_path_factory.mktemp("cuda")
     with bare_cell(
         folder,
         ranks=RANKS,
         engine_args=[*ENGINE, *devices.engine_args(RANKS)],
         device="cuda",
-        limits=devices.limits(RANKS),
+        limits={**devices.limits(RANKS), **weights},
         pause_limit_ms=60_000,
     ) as up:
         yield up

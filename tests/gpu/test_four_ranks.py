@@ -99,7 +99,7 @@ def test_ranks_with_halves_of_the_weights_compute_the_same(
     static: dict[str, Any], by_nature: float, tmp_path: Path
 ) -> None:
     """Beside the cell of the other tests, whose ranks have taken their share of memory."""
-    with four_ranks(tmp_path, weight_parts=2, layout="shift2tp2") as halves:
+    with four_ranks(tmp_path, weight_parts=2, borrow="none", layout="shift2tp2") as halves:
         for layout in ("tp4", "sp2tp2", "shift2tp2"):
             check_loss(static, by_nature, halves, layout)
         ranks = halves.get("/admin/ranks")["ranks"]

@@ -147,6 +147,6 @@ def test_a_pair_comes_back_together_and_all_move_tasks_again(device: str, tmp_pa
 
 @pytest.mark.parametrize("device", devices.BOTH)
 def test_with_halves_of_the_weights_the_other_pair_serves_on(device: str, tmp_path: Path) -> None:
-    with pairs(tmp_path, device, weight_parts=2) as cell:
+    with pairs(tmp_path, device, weight_parts=2, borrow="none") as cell:
         is_new = asyncio.run(lose(cell, 1))
         assert is_new == {0: device == "cuda", 1: True, 2: False, 3: False}

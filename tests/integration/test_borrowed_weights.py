@@ -68,3 +68,9 @@ def test_steps_where_slots_hold_nan_but_while_they_are_read(
 ) -> None:
     model = model_of(name, tmp_path)
     check_runs(tmp_path, name, model, borrow=borrow, poison=True, **CELLS[cell])
+
+
+@pytest.mark.parametrize(("cell", "borrow"), [("alone-of-two", "all"), ("quarters", "ffn")])
+def test_layers_that_ranks_hold_whole_need_no_loans(cell: str, borrow: str, tmp_path: Path) -> None:
+    model = model_of("demo", tmp_path)
+    check_runs(tmp_path, "demo", model, borrow=borrow, poison=True, whole_layers=2, **CELLS[cell])

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     """Four ranks with a half of the weights each."""
-    parted = {"weight_parts": 2, "layout": "shift2tp2"}
+    parted = {"weight_parts": 2, "borrow": "none", "layout": "shift2tp2"}
     with four_ranks(tmp_path_factory.mktemp("parts"), limits=parted) as up:
         yield up
 

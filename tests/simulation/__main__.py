@@ -7,8 +7,8 @@ import argparse
 import sys
 
 from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.sweep import Kind, sweep
-from tests.simulation.world import FAILURES, World
+from tests.simulation.sweep import Kind, sweep, world_of
+from tests.simulation.world import FAILURES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,8 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="with this bug put in")
     parser.add_argument("--wide", action="store_true", help="with all parts and all faults")
     parser.add_argument("--parts", action="store_true", help="ranks hold parts of the weights")
+    parser.add_argument("--borrow", action="store_true", help="and borrow the parts they lack")
     chosen = parser.parse_args(arguments)
-    kind = Kind(chosen.wide, chosen.parts, chosen.mutation)
+    kind = Kind(chosen.wide, chosen.parts or chosen.borrow, chosen.borrow, chosen.mutation)
     if chosen.count == 1:
         return _replay(chosen.seed, kind)
     seeds = range(chosen.seed, chosen.seed + chosen.count)
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _replay(seed: int, kind: Kind) -> int:
     try:
         with mutated(kind.mutation):
-            stats = World(seed, trace=print, wide=kind.wide, parts=kind.parts).run()
+            stats = world_of(seed, kind, trace=print).run()
     except FAILURES as error:
         print(f"\nseed {seed} failed: {error}")
         return 1

@@ -40,7 +40,7 @@ CARRIES = tuple(carry for carry, times in OFTEN.items() for _ in range(times))
 class Faults:
     """Chances per tick, and what is broken right now."""
 
-    def __init__(self, rng: random.Random, *, parts: bool = False) -> None:
+    def __init__(self, rng: random.Random, *, parts: bool = False, borrow: bool = False) -> None:
         self.rng = rng
         self.weather = Weather(
             delay_max=rng.choice((1, 3, 8)),
@@ -63,7 +63,7 @@ class Faults:
         self.gateway_returns = 0.1
         # With few layouts to choose from, paused tasks see theirs come back.
         self.layouts = rng.choice((LAYOUTS, rng.sample(LAYOUTS, 2), rng.sample(LAYOUTS, 3)))
-        if parts:
+        if parts and not borrow:
             self.layouts = LAYOUTS_OF_PARTS
         self._cut_until: dict[Rank, int] = {}
         self._restart_at: dict[Rank, int] = {}
@@ -86,7 +86,8 @@ class Faults:
             self.shares_memory = random.Random(f"{own.getstate()} parts").random() < 0.6
         if parts and not self.shares_memory:
             self.block = NARROWEST_OF_PARTS
-            self.layouts = LAYOUTS_OF_BLOCKS
+            if not borrow:
+                self.layouts = LAYOUTS_OF_BLOCKS
         # Drawn apart, so that the faults of a seed stay what they are.
         self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
         """Those who are in such a collective are let out alive, and close their group for good."""

@@ -8,7 +8,7 @@ memory bandwidth that decodes reach.
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.model.step_line import StepLine
@@ -32,6 +32,24 @@ def box(measured: dict[int, tuple[float, float]], capacity_tokens: int, kv_bytes
 
 LLAMA_70B_FP8 = box({1: (21.6, 468), 2: (14.0, 295), 4: (9.6, 196)}, 149_000, 327_680)
 QWEN_32B = box({1: (19.2, 419), 2: (11.7, 242), 4: (7.8, 143)}, 214_000, 262_144)
+
+
+def lent(costs: CostModel, floors_ms: dict[str, float], capacity_tokens: int) -> CostModel:
+    """The same box where ranks hold parts of the weights: steps have floors, and KV more room."""
+    groups = {
+        name: replace(
+            each,
+            capacity_tokens=capacity_tokens * (1 if name == "dp1" else int(name[2:])),
+            floor_s=floors_ms.get(name, 0.0) / 1000,
+            prefill_floor_s=floors_ms.get(name, 0.0) / 1000,
+        )
+        for name, each in costs.groups.items()
+    }
+    return replace(costs, groups=groups)
+
+
+QWEN_32B_HALVES = lent(QWEN_32B, {"dp1": 67.5, "tp2": 33.7}, 308_000)
+"""Halves of the feed-forward layers: a rank alone borrows one, each of a pair a quarter."""
 
 
 @dataclass(frozen=True)

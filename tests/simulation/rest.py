@@ -16,6 +16,8 @@ def unrest_of(world: "World") -> str | None:
     core = world.core
     if core is None or not core.is_serving:
         return "the core does not serve"
+    if not core._roster.serves_whole(core._switcher.target.layout):
+        return f"a group of {core.target_name} lacks parts of the weights"
     for name, gateway in world.gateways.items():
         if gateway.open:
             return f"{name} waits for {sorted(gateway.open)}"

@@ -8,12 +8,12 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
-from tests.simulation.sweep import Kind, replay_of
+from tests.simulation.sweep import NARROW, Kind, replay_of
 
 DAYS = 7
 DAY_VARIABLE = "AILERON_SEED_DAY"
 
-NARROW, WIDE, PARTS = Kind(), Kind(wide=True), Kind(parts=True)
+WIDE, PARTS, BORROW = Kind(wide=True), Kind(parts=True), Kind(parts=True, borrow=True)
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ LONG = {
     "narrow": Long(NARROW, range(100, 1_920)),
     "wide": Long(WIDE, range(60, 172)),
     "parts": Long(PARTS, range(50, 302)),
+    "borrow": Long(BORROW, range(25, 200)),
 }
-"""A seventh of each: 260 at 0.09 s, 16 at 0.25 s and 36 at 0.11 s of a core are some 31 s."""
+"""A seventh of each: 260 at 0.09 s, 16 at 0.25 s, 36 and 25 at 0.11 s of a core are some 34 s."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Found:
     what: str
 
     def __str__(self) -> str:
-        return replay_of(self.seed, wide=self.kind.wide, parts=self.kind.parts)
+        return replay_of(self.seed, self.kind)
 
 
 FOUND = (

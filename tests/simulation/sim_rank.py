@@ -28,6 +28,7 @@ from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, ReturnCause
 from tests.simulation.checkers import Violation, check_agreement, check_equal, check_nothing_waits
 from tests.simulation.drift import Probes
+from tests.simulation.lenders import check_loans
 from tests.simulation.network import Session
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_holdings import Holdings, Ranks
@@ -295,6 +296,7 @@ class SimRank:
             return
         self._blocked = None
         self.world.steps.check_may_start(self, step)
+        check_loans(self.world, self, step.binding.group)
         self.holdings.execute(step)
         step.arrived.add(self.rank)
         engine.in_flight.append(step)

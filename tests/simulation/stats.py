@@ -56,6 +56,10 @@ class Stats:
     """How often all ranks were started again to form one cohort."""
     renewed_parts: int = 0
     """How often those of one group were."""
+    borrowed: int = 0
+    """Steps that read parts of the weights from ranks outside of their group."""
+    lent_by_the_dead: int = 0
+    """Such steps while a rank that may lend to them had no process."""
     ends: dict[str, int] = field(default_factory=dict)
 
     def saw_switch(self, cause: str) -> None:

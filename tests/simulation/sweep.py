@@ -2,7 +2,7 @@
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ class Kind:
 
     wide: bool = False
     parts: bool = False
+    borrow: bool = False
     mutation: str | None = None
     """The bug that is put in."""
 
@@ -34,19 +35,32 @@ class Outcome:
     failure: str | None
 
 
-def replay_of(seed: int, *, wide: bool = False, parts: bool = False) -> str:
+NARROW = Kind()
+
+
+def replay_of(seed: int, kind: Kind = NARROW) -> str:
     """The command that shows a failure again."""
-    return f"make sim SEED={seed}{' WIDE=1' if wide else ''}{' PARTS=1' if parts else ''}"
+    flags = {"WIDE": kind.wide, "PARTS": kind.parts, "BORROW": kind.borrow}
+    return " ".join([f"make sim SEED={seed}", *(f"{name}=1" for name, on in flags.items() if on)])
 
 
-def failure_of(
-    seed: int, meddle: float | None = None, *, wide: bool = False, parts: bool = False
-) -> str | None:
+def world_of(
+    seed: int,
+    kind: Kind = NARROW,
+    *,
+    meddle: float | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> World:
+    """The world of a seed and a kind."""
+    return World(seed, trace, meddle, wide=kind.wide, parts=kind.parts, borrow=kind.borrow)
+
+
+def failure_of(seed: int, meddle: float | None = None, kind: Kind = NARROW) -> str | None:
     """Run a seed; return the command that shows its failure again and what failed, if it did."""
     try:
-        World(seed, meddle=meddle, wide=wide, parts=parts).run()
+        world_of(seed, kind, meddle=meddle).run()
     except FAILURES as error:
-        return f"{replay_of(seed, wide=wide, parts=parts)}    {error}"
+        return f"{replay_of(seed, kind)}    {error}"
     return None
 
 
@@ -86,6 +100,6 @@ def _outcomes_of(seeds: Sequence[int], kind: Kind) -> list[Outcome]:
     with mutated(kind.mutation):
         for seed in seeds:
             began_s = time.process_time()
-            failure = failure_of(seed, wide=kind.wide, parts=kind.parts)
+            failure = failure_of(seed, kind=kind)
             outcomes.append(Outcome(time.process_time() - began_s, failure))
     return outcomes

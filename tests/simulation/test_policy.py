@@ -22,6 +22,7 @@ from tests.simulation.policy_runs import (
 from tests.simulation.policy_shapes import (
     LLAMA_70B_FP8,
     QWEN_32B,
+    QWEN_32B_HALVES,
     Part,
     Phase,
     any_shape,
@@ -32,6 +33,7 @@ from tools.simulator.cell import Arrival, SimCell, is_good
 pytestmark = pytest.mark.timeout(600)
 
 SEEDS = 16
+SEEDS_OF_LOANS = 10
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,26 @@ def test_what_is_lost_to_the_best_layout_of_each_load_is_little(compared: list[C
     assert sum(each.adaptive for each in compared) >= 0.96 * best
     ratios = sorted(each.ratio for each in compared)
     assert ratios[len(ratios) // 2] >= 0.97
+
+
+def test_where_ranks_borrow_little_is_lost_too() -> None:
+    """Small steps take as long as their loans, except in the widest group."""
+    found = [compare(any_shape(seed), seed, QWEN_32B_HALVES) for seed in range(SEEDS_OF_LOANS)]
+    best = sum(max(each.fixed.values()) for each in found)
+    assert sum(each.adaptive for each in found) >= 0.96 * best
+
+
+def test_where_ranks_borrow_decodes_are_served_wide_and_prompts_apart() -> None:
+    """A step of many prompt tokens hides its loans, one of a few decodes waits for them."""
+    phases = [
+        Phase(12, (Part(Tier.STANDARD, 6.0, 300, 400),)),
+        Phase(15, (Part(Tier.STANDARD, 12.0, 4_000, 10),)),
+    ]
+    found = compare(phases, 3, QWEN_32B_HALVES)
+    decodes = [name for at_s, name, _ in found.run.switches if at_s < 12]
+    prompts = [name for at_s, name, _ in found.run.switches if 12 <= at_s < 27]
+    assert (decodes[-1], prompts[-1]) == ("tp4", "dp4")
+    assert found.ratio >= 1
 
 
 def test_no_layout_is_come_back_to_within_the_stay(compared: list[Compared]) -> None:

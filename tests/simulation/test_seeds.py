@@ -12,7 +12,7 @@ CHUNK = 50
 
 def failures_of(seeds: range, kind: Kind) -> str:
     """One line for each failure, with the command that replays it."""
-    runs = (failure_of(seed, wide=kind.wide, parts=kind.parts) for seed in seeds)
+    runs = (failure_of(seed, kind=kind) for seed in seeds)
     return "\n".join(filter(None, runs))
 
 
@@ -64,6 +64,7 @@ def test_another_day_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kind_of_a_failure_is_in_its_command() -> None:
     assert str(Found(3, LONG["parts"].kind, "")) == "make sim SEED=3 PARTS=1"
+    assert str(Found(3, LONG["borrow"].kind, "")) == "make sim SEED=3 PARTS=1 BORROW=1"
     assert str(Found(3, LONG["wide"].kind, "")) == "make sim SEED=3 WIDE=1"
 
 

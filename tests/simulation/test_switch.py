@@ -9,12 +9,14 @@ from itertools import chain
 import pytest
 
 from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.seeds import BORROW, PARTS
 from tests.simulation.stats import Stats
-from tests.simulation.sweep import failure_of, replay_of
+from tests.simulation.sweep import failure_of, replay_of, world_of
 from tests.simulation.world import FAILURES, World
 
 SEEDS = 100
 SEEDS_OF_PARTS = 50
+SEEDS_OF_LOANS = 25
 SEEDS_OF_A_BUG = 500
 """A bug that none of these seeds finds counts as not found."""
 CHUNK = 50
@@ -71,8 +73,23 @@ def known_failure_of(seed: int) -> str | None:
 def test_they_hold_where_ranks_hold_parts_of_the_weights(first: int) -> None:
     """And every cell comes to rest with groups that have all of them, all tasks ended."""
     seeds = range(first, first + CHUNK)
-    failures = [failure for seed in seeds if (failure := failure_of(seed, parts=True))]
+    failures = [failure for seed in seeds if (failure := failure_of(seed, kind=PARTS))]
     assert not failures, "\n".join(failures)
+
+
+def test_they_hold_where_ranks_borrow_the_parts_that_they_lack() -> None:
+    """In all layouts; a step never lacks a part."""
+    seeds = range(SEEDS_OF_LOANS)
+    failures = [failure for seed in seeds if (failure := failure_of(seed, kind=BORROW))]
+    assert not failures, "\n".join(failures)
+
+
+def test_ranks_borrow_of_those_that_have_ended_where_memory_outlives_them() -> None:
+    worlds = [world_of(seed, BORROW) for seed in range(SEEDS_OF_LOANS)]
+    runs = [(world.settings.parts.outlive, world.run()) for world in worlds]
+    assert sum(run.lent_by_the_dead for outlive, run in runs if outlive) > 100
+    assert not any(run.lent_by_the_dead for outlive, run in runs if not outlive)
+    assert sum(run.borrowed for _, run in runs) > 1_000
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.ranks.mode_quarantine import ModeQuarantine
 from tests.simulation.checkers import Violation
+from tests.simulation.seeds import WIDE
 from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of
 from tests.simulation.world import FAILURES, World
@@ -22,7 +23,7 @@ def runs() -> list[Stats]:
         try:
             done.append(World(seed, wide=True).run())
         except FAILURES as error:
-            failures.append(f"{replay_of(seed, wide=True)}    {error}")
+            failures.append(f"{replay_of(seed, WIDE)}    {error}")
     assert not failures, "\n".join(failures)
     return done
 
@@ -55,7 +56,7 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
 
 
 def test_a_failure_names_the_command_that_replays_it() -> None:
-    assert replay_of(7, wide=True) == "make sim SEED=7 WIDE=1"
+    assert replay_of(7, WIDE) == "make sim SEED=7 WIDE=1"
 
 
 def test_a_guard_that_keeps_what_is_barred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

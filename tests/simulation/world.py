@@ -45,6 +45,7 @@ from tests.simulation.faults import (
     Faults,
     draw_settings,
 )
+from tests.simulation.lenders import lent_parts
 from tests.simulation.memory_of_ranks import MemoryOfRanks
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
@@ -79,15 +80,17 @@ class World:
         *,
         wide: bool = False,
         parts: bool = False,
+        borrow: bool = False,
     ) -> None:
         """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`.
 
-        With `parts` each rank holds a part of the weights, so that only groups of four serve.
+        With `parts` each rank holds a part of the weights, so that only groups of four serve. With
+        `borrow` too, narrower groups read the parts that they lack from others of their four.
         """
         self.rng = random.Random(seed)
         self._trace = trace
         self.now = 0
-        self.faults = Faults(self.rng, parts=parts)
+        self.faults = Faults(self.rng, parts=parts or borrow, borrow=borrow)
         self.trouble = Trouble(seed, is_on=wide)
         self.drift = Drift(seed, is_on=wide)
         self.core_clock_ms = 0
@@ -108,6 +111,8 @@ class World:
         self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
         self.memory = MemoryOfRanks(WORLD, plan, WIDTHS)
+        self.cohorts = dict.fromkeys(self.incarnations, 0)
+        """The cohort of each rank's newest process."""
         self._groups = {ranks: Group(ranks, Mode.TP) for ranks in plan}
         self._groups |= {(rank,): Group((rank,), Mode.DP) for rank in map(Rank, range(WORLD))}
         self.core: Core | None = None
@@ -116,7 +121,9 @@ class World:
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
-        if parts:
+        if borrow:
+            self.settings = replace(self.settings, parts=lent_parts(self.faults, seed))
+        elif parts:
             layout = self.faults.layouts[seed % len(self.faults.layouts)]
             self.settings = replace(
                 self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
@@ -221,6 +228,7 @@ class World:
             self.incarnations[rank] += 1
         shares = self.faults.shares_memory
         reach = self.memory.start(ranks, self.incarnations, shares=shares)
+        self.cohorts |= dict.fromkeys(ranks, reach.cohort)
         for rank in ranks:
             number = self.incarnations[rank]
             self.say(f"rank {rank} restarts as {number} in cohort {reach.cohort}")

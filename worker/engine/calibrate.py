@@ -6,6 +6,7 @@ these agree but for noise, since a step ends for all ranks at its last collectiv
 """
 
 import time
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -69,24 +70,28 @@ def settle_parts(runner: Any, device: torch.device) -> None:
     )
 
 
-def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:
+def measure_steps(
+    runner: Any, width: int, device: torch.device, floor_us: Mapping[StepMode, int]
+) -> StepTimes:
     """Time steps in all modes of a runner whose group and configuration are active.
 
-    The runner must be warm: nothing may compile or capture during a timed step.
+    The runner must be warm: nothing may compile or capture during a timed step. `floor_us` are the
+    floors of the modes that borrow.
     """
+    floors = {mode: us for mode, us in floor_us.items() if mode in runner.modes}
     largest = int(runner.max_num_tokens)
     if device.type == "cpu":
         largest = min(largest, CPU_TOKENS_MAX)
     curves: dict[StepMode, StepCurve] = {}
     for mode in runner.modes:
-        sizes = sizes_to_measure(largest, runner.modes)
+        sizes = sizes_to_measure(largest, runner.modes, borrows=bool(floors))
         samples: dict[int, list[float]] = {size: [] for size in sizes}
         for _ in range(REPEATS):
             for size in sizes:
                 samples[size].append(_timed_step(runner, mode, size, device))
         curves[mode] = fitted(samples)
     runner.use(runner.modes[0])
-    return StepTimes(width, curves, runner.graphed_tokens)
+    return StepTimes(width, curves, runner.graphed_tokens, floors)
 
 
 def _timed_step(runner: Any, mode: StepMode, tokens: int, device: torch.device) -> float:

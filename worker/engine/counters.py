@@ -11,6 +11,9 @@ from typing import Protocol
 import psutil
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from comm_pool.layout import StepMode
+from worker.engine.weights.ring import LoanRing
+
 
 @dataclass(slots=True)
 class EngineCounts:
@@ -28,6 +31,43 @@ class EngineCounts:
             self.prefix_hits += stats.hits
 
 
+class Borrowing(Protocol):
+    """What an engine that borrows tells of its loans, in totals since the rank started."""
+
+    @property
+    def bytes_borrowed(self) -> int:
+        """Bytes of all loans."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long computation waited for loans."""
+
+    @property
+    def whole_layers(self) -> int:
+        """The number of layers whose feed-forward part the rank holds whole."""
+
+
+@dataclass(slots=True)
+class LoanCounts:
+    """What a rank has borrowed since it started."""
+
+    ring: LoanRing
+    modes: frozenset[StepMode]
+    """The modes whose steps borrow."""
+    whole_layers: int = 0
+    bytes_borrowed: int = 0
+
+    def count(self, mode: StepMode) -> None:
+        """Count a step in a mode."""
+        if mode in self.modes:
+            self.bytes_borrowed += self.ring.step_bytes
+
+    @property
+    def wait_s(self) -> float:
+        """How long computation waited for loans."""
+        return self.ring.wait_s
+
+
 class Counting(Protocol):
     """A scheduler that keeps totals."""
 
@@ -35,13 +75,17 @@ class Counting(Protocol):
         """Return its totals."""
 
 
-def engine_totals(schedulers: Iterable[Counting | None]) -> tuple[tuple[str, int], ...]:
-    """Return the sums over the schedulers of the modes that this rank leads."""
+def engine_totals(
+    schedulers: Iterable[Counting | None], borrowing: Borrowing | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Return the sums over the schedulers of the modes that this rank leads, and its loans."""
     each = tuple(scheduler.counted() for scheduler in schedulers if scheduler is not None)
     return (
         ("prefix_queries", sum(one.prefix_queries for one in each)),
         ("prefix_hits", sum(one.prefix_hits for one in each)),
         ("preemptions", sum(one.preemptions for one in each)),
+        ("borrowed_bytes", borrowing.bytes_borrowed if borrowing is not None else 0),
+        ("loan_wait_us", round(borrowing.wait_s * 1e6) if borrowing is not None else 0),
     )
 
 

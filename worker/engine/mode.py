@@ -11,6 +11,7 @@ from comm_pool.layout import Group, Mode, StepMode
 from comm_pool.pool import Communicator
 from kvadaptor.translate import SlotTable, translate
 from worker.engine.config import ModeKey
+from worker.engine.counters import LoanCounts
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.engine.step_times import StepTimes
@@ -39,6 +40,8 @@ class PreparedMode:
     config: VllmConfig
     times: StepTimes
     """Step times; empty until the width is warm."""
+    loans: LoanCounts | None = None
+    """What the rank borrows in its steps; None if nothing."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
@@ -77,8 +80,11 @@ class PreparedMode:
         def run() -> Any:
             self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
             try:
-                return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
+                result = self.runner.run(output, plan.grammar, plan.resuming, plan.known)
             except torch.OutOfMemoryError as error:
                 raise NoRoomError(str(error)) from None
+            if self.loans is not None:
+                self.loans.count(plan.mode)
+            return result
 
         return run

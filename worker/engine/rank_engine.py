@@ -96,6 +96,10 @@ class RankEngine:
         trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
         notes.note("trees")
         self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
+        self.loaded_bytes = builder.loaded_bytes
+        """Bytes of the weights that this process has read from the checkpoint."""
+        self.borrowing = builder.loan_counts()
+        """What its steps borrow; None if the rank has all weights or waits alone."""
         self.other_bytes: dict[str, int] = {"context": notes.context}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
@@ -258,7 +262,9 @@ class RankEngine:
                 scheduler = kind(config, kv_config, structured, slots)
         table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
         times = StepTimes(key.width, {})
-        return PreparedMode(key, communicator, runner, table, scheduler, config, times)
+        return PreparedMode(
+            key, communicator, runner, table, scheduler, config, times, self.borrowing
+        )
 
     def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
         cache = self.base.cache_config
@@ -277,6 +283,7 @@ class RankEngine:
         spec, known = self.spec, None
         if spec.joins and spec.memory is not None:
             known = StartupMeasurements.load(spec.memory, spec.rank)
+        floor_us = {} if known is not None else self._measure_floors()
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key.width)
@@ -287,7 +294,7 @@ class RankEngine:
                 mode.communicator.group.barrier()
                 settle_parts(mode.runner, self.device)
                 if known is None:
-                    mode.calibrate(measure_steps(mode.runner, key.width, self.device))
+                    mode.calibrate(measure_steps(mode.runner, key.width, self.device, floor_us))
                 else:
                     mode.calibrate(known.times[key.width])
             if known is None or key.width == 1:
@@ -300,6 +307,17 @@ class RankEngine:
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         progress("warm", len(self.modes), len(self.modes))
+
+    def _measure_floors(self) -> dict[StepMode, int]:
+        """Return the floors of the modes that borrow, in microseconds; a collective of all."""
+        borrowing = self.borrowing
+        if borrowing is None:
+            return {}
+        # All ranks borrow at once, as in service.
+        self.select(self.spec.widest).communicator.group.barrier()
+        floor_us = round(borrowing.ring.floor_s() * 1e6)
+        log.info("loans_measured", floor_us=floor_us, step_bytes=borrowing.ring.step_bytes)
+        return dict.fromkeys(borrowing.modes, floor_us)
 
     def _probe(self, mode: PreparedMode) -> None:
         """Compute the probe in all modes of the selected width, together with its group."""
@@ -351,7 +369,8 @@ class RankEngine:
         """Return the gauges in which a leak would show, and what vLLM's schedulers counted."""
         return (
             *process_gauges(),
+            ("loaded_bytes", self.loaded_bytes),
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
-            *engine_totals(mode.scheduler for mode in self.modes.values()),
+            *engine_totals((mode.scheduler for mode in self.modes.values()), self.borrowing),
         )

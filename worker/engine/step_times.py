@@ -8,7 +8,7 @@ before each step. No hysteresis: changing the mode between two steps costs nothi
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
@@ -99,6 +99,8 @@ class StepTimes:
     width: int
     curves: Mapping[StepMode, StepCurve]
     graphed_tokens: int = 0
+    floor_us: Mapping[StepMode, int] = field(default_factory=dict)
+    """The least time of a step in each mode that borrows, in microseconds: its loans alone."""
 
     @property
     def sp_from_tokens(self) -> int | None:
@@ -122,15 +124,18 @@ class StepTimes:
         return tuple(mode for mode in self.curves if isinstance(mode, Mixed))
 
 
-def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, ...]:
+def sizes_to_measure(
+    tokens_max: int, modes: Iterable[StepMode], *, borrows: bool = False
+) -> tuple[int, ...]:
     """Return the step sizes to time: powers of four up to the largest scheduled step.
 
     Steps of two where sp usually overtakes tp. Without a choice of modes both ends suffice, plus a
-    large batch of decodes if the largest is far away: their tokens cost less than a prompt's.
+    large batch of decodes if the largest is far away: their tokens cost less than a prompt's. Not
+    so where a rank `borrows`: the times are flat up to some size, which may be any.
     """
     ladder = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384]
     inside = [size for size in ladder if size < tokens_max]
-    if any(mode not in (Mode.DP, Mode.TP) for mode in modes):
+    if borrows or any(mode not in (Mode.DP, Mode.TP) for mode in modes):
         return (*inside, tokens_max)
     return (1, 256, tokens_max) if tokens_max > 1024 else (*inside[:1], tokens_max)
 
@@ -155,4 +160,5 @@ def width_times(times: StepTimes) -> WidthTimes:
     """Return the times as a rank reports them to the coordinator."""
     curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())
     mixed = tuple((str(each), times.from_tokens(each)) for each in times.mixed)
-    return WidthTimes(times.width, curves, times.sp_from_tokens, mixed)
+    floors = tuple((str(mode), us) for mode, us in times.floor_us.items() if us > 0)
+    return WidthTimes(times.width, curves, times.sp_from_tokens, mixed, floors)

@@ -20,15 +20,24 @@ from comm_pool.mixed import shape_of_parts
 from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.views import LAYOUT
 from worker.engine.config import ModeKey, mode_config
+from worker.engine.counters import LoanCounts
 from worker.engine.device import whole_blocks
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
 from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
+from worker.engine.weights.part_finder import find_part
+from worker.engine.weights.part_store import StoredPart
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
-from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+from worker.engine.weights.tree import (
+    build_tp_tree,
+    foreign_bytes,
+    load_replica,
+    loading_plan,
+    weight_bytes,
+)
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
@@ -54,6 +63,8 @@ class TreeBuilder:
     device: torch.device
     replica_bytes: int = 0
     """Bytes of the weights, once loaded."""
+    loaded_bytes: int = 0
+    """Bytes of the weights that were read from the checkpoint; 0 if the cell's memory had them."""
     view_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of each tree outside of the replica; the rank refuses to start unless 0."""
     borrowing: Borrowing | None = None
@@ -65,25 +76,52 @@ class TreeBuilder:
         """Whether the rank borrows the parts that it lacks."""
         return self.spec.parts > 1 and self.spec.borrow != "none"
 
+    def loan_counts(self) -> LoanCounts | None:
+        """Return the counts of what the rank borrows, once loaded; None if it borrows nothing."""
+        if self.borrowing is None:
+            return None
+        modes: frozenset[StepMode] = frozenset({Mode.DP, Mode.SP})
+        return LoanCounts(self.borrowing.ring, modes, self.borrowing.whole_layers)
+
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
 
         A rank that holds one part of the weights loads that part, which serves as its replica.
         """
-        parts = self.spec.parts
+        parts, stored = self.spec.parts, None
         config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
         if parts > 1:
             config, group = self._config_of_part(parts), self._parted_over()
         activate(group)
+        found = self._find_part()
         with set_current_vllm_config(config), whole_blocks(self.device):
-            replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
+            if found is not None:
+                replica, stored = found
+            else:
+                replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
+                self.loaded_bytes = weight_bytes(replica)
             self._prove(replica, replica, parts, group.rank_in_group)
             if self.borrows:
-                self.borrowing = self._share_parts(replica)
+                self.borrowing = self._share_parts(replica, stored)
         self.replica_bytes = weight_bytes(replica)
         return replica
 
-    def _share_parts(self, part: nn.Module) -> Borrowing:
+    def _find_part(self) -> tuple[nn.Module, StoredPart] | None:
+        """Return the part that a process before this one has left in the cell's memory, if any."""
+        spec = self.spec
+        if not (self.borrows and spec.joins and spec.memory is not None):
+            return None
+        # Of its own: a configuration has the layers of one tree.
+        config = self._config_of_part(spec.parts)
+        plan = loading_plan(spec.widest, spec.parts, spec.borrow)
+        try:
+            with set_current_vllm_config(config):
+                return find_part(config, plan, spec.memory, spec.rank)
+        except ViewError as error:
+            log.warning("part_not_found", reason=str(error), instead="the checkpoint is read")
+            return None
+
+    def _share_parts(self, part: nn.Module, stored: StoredPart | None) -> Borrowing:
         spec, widest = self.spec, self.communicators.of_width(self.spec.widest)
         place = Place(spec.rank, spec.rank - spec.rank % spec.widest, spec.widest, spec.parts)
         return share_parts(
@@ -94,6 +132,9 @@ class TreeBuilder:
             cpu_group=widest.group.cpu_group,
             # The others of a rank that joins serving ones have filled their memory long ago.
             meet=(lambda: None) if spec.joins else widest.group.barrier,
+            stored=stored,
+            whole_layers=spec.whole_layers,
+            floor_goal_s=spec.floor_goal_s,
         )
 
     def _borrowing_tree(self, replica: nn.Module) -> nn.Module:

@@ -123,9 +123,9 @@ class Launcher:
             config.cell.ranks,
             together_s,
             shares_memory=self._shares_memory,
-            # With parts of the weights a rank is useless alone; in shared memory it joins the
-            # others.
-            block=1 if self._shares_memory else config.narrowest,
+            # A rank with one part of the weights needs those that hold the others, also to borrow
+            # from: what they mapped of a process ends with it. In shared memory it joins them.
+            block=1 if self._shares_memory else config.copy_width,
         )
         self._memory: CellMemory | None = None
         """The shared memory of the last cohort of all ranks."""

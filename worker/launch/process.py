@@ -62,6 +62,7 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
         rank=rank,
         seconds=round(time.monotonic() - started, 2),
         pages=engine.kv.num_pages,
+        loaded_bytes=engine.loaded_bytes,
         **dict(engine.memory()),
         **engine.communicator_ms(),
     )

@@ -8,11 +8,12 @@ from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
 from coordinator.protocol.messages.tasks import HeldTask
 from coordinator.protocol.switch_participant import SwitchParticipant
+from worker.engine.counters import Borrowing
 from worker.engine.rank_engine import RankEngine
 from worker.engine.step_times import width_times
 from worker.rank.led_tasks import LedTask
 from worker.rank.runtime import GroupRuntime
-from worker.spec import modes_widths
+from worker.spec import modes_widths, part_of
 
 
 def hello_of(
@@ -53,7 +54,20 @@ def hello_of(
         step_times=tuple(map(width_times, engine.step_times())),
         tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
         leases=tuple(tuple(map(Rank, ranks)) for ranks in engine.pages.groups()),
+        part=part_of(engine.spec),
+        parts=engine.spec.parts,
+        borrow=engine.spec.borrow,
+        whole_layers=_whole_layers(engine),
     )
+
+
+def _whole_layers(engine: RankEngine) -> int:
+    """Return the number of whole layers that the engine took, or that it was given."""
+    borrowing: Borrowing | None = getattr(engine, "borrowing", None)
+    if borrowing is not None:
+        return borrowing.whole_layers
+    given = engine.spec.whole_layers
+    return 0 if given == "auto" else given
 
 
 def is_paused(led: LedTask, runtime: GroupRuntime, participant: SwitchParticipant) -> bool:

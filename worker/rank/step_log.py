@@ -2,14 +2,14 @@
 
 A step lasts from its launch, or from the end of the step before it if that is later, to its end. A
 step that takes several times the median of its size is left out: it hit something else, such as a
-page fault or a compile.
+page fault or a compile. So is one that took no longer than its loans, whatever it computed.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from comm_pool.layout import Mode
-from coordinator.protocol.messages.steps import ServedSteps, StepSums
+from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums
 
 OUTLIER = 3.0
 """Steps that take at least this multiple of their size's median are left out."""
@@ -69,8 +69,13 @@ class StepLog:
         self._medians: dict[tuple[Mode, int, int], _Median] = {}
         self._last_end_ns = 0
 
-    def ended(self, plan: Planned, width: int, launched_ns: int, end_ns: int) -> None:
-        """Count a step of a group; both times are of one clock."""
+    def ended(
+        self, plan: Planned, width: int, launched_ns: int, end_ns: int, floor_us: int = 0
+    ) -> None:
+        """Count a step of a group; both times are of one clock.
+
+        Its loans alone take `floor_us`; 0 if it borrows nothing.
+        """
         mode, tokens = plan.mode, plan.tokens
         seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9
         self._last_end_ns = end_ns
@@ -78,7 +83,7 @@ class StepLog:
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):
             return
         median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
-        if not median.takes(seconds):
+        if not median.takes(seconds) or seconds <= AT_FLOOR * floor_us * 1e-6:
             return
         w = 1 / (seconds * seconds)
         t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT

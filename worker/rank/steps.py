@@ -301,7 +301,8 @@ class Steps:
             raise PeerLostError(step.formation)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
-        self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns)
+        floor_us = step.mode.times.floor_us.get(step.plan.mode, 0)
+        self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns, floor_us)
         frees = scheduler.frees_after_step
         outputs = scheduler.finish_step(step.plan, result)
         if outputs:

@@ -60,6 +60,13 @@ class RankHello(Message, frozen=True):
     cohort: int = 0
     leases: tuple[tuple[Rank, ...], ...] = ()
     """The groups in whose leases it holds pages; it may have given up those of a lost member."""
+    part: int = 0
+    """The part of the weights that the rank holds, of `parts`."""
+    parts: int = 1
+    borrow: str = "none"
+    """The layers that are in parts, which it borrows: none, ffn or all."""
+    whole_layers: int = 0
+    """The number of layers whose feed-forward part it holds whole."""
 
 
 class LeaseRetention(msgspec.Struct, frozen=True):

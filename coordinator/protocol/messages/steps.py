@@ -7,6 +7,9 @@ import msgspec
 
 from comm_pool.layout import Mode
 
+AT_FLOOR = 1.05
+"""A step that takes at most this multiple of its floor says nothing about what it computes."""
+
 
 class WidthTimes(msgspec.Struct, frozen=True):
     """How long steps take in groups of a width, as measured at start-up.
@@ -21,6 +24,8 @@ class WidthTimes(msgspec.Struct, frozen=True):
     curves: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
     sp_from_tokens: int | None = None
     mixed_from_tokens: tuple[tuple[str, int | None], ...] = ()
+    floor_us: tuple[tuple[str, int], ...] = ()
+    """The least time of a step in each mode that borrows, in microseconds; others have none."""
 
 
 class StepSums(msgspec.Struct, frozen=True):
@@ -43,7 +48,10 @@ class StepSums(msgspec.Struct, frozen=True):
 
 
 class ServedSteps(msgspec.Struct, frozen=True):
-    """The steps that a leader served in a mode since its last report."""
+    """The steps that a leader served in a mode since its last report.
+
+    Without those that took no longer than their loans, whatever they computed.
+    """
 
     mode: Mode
     width: int

@@ -3,10 +3,13 @@
 Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
-the weights, and what they `borrow`; `alone`, if that rank leads in dp and the others only lend;
-`poison`, if slots hold NaN while no step may read them. Every run does all requests; OUT has {run:
-{"streams": [...], "modes": {mode: steps}, "weights": bytes, "spoiled": slots of loans}}. Only the
-choice of each step's mode is replaced; the rest is the product.
+the weights, and what they `borrow`, but of `whole_layers`; `alone`, if that rank leads in dp and
+the others only lend; `poison`, if slots hold NaN while no step may read them. With `again`, the
+rank is then killed, and a process that takes its place in the others' memory does all runs again;
+with `kills_lenders`, all others are killed before. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of
+loans}}, or a list of two such. Only the choice of each step's mode is replaced; the rest is the
+product.
 """
 
 import contextlib
@@ -15,6 +18,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -113,6 +117,7 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
             "modes": dict(modes),
             "weights": member.engine.replica_bytes,
             "spoiled": spoiled.total(),
+            "loaded": member.engine.loaded_bytes,
         }
         if not spec.get("keeps_cache"):
             assert scheduler.reset_prefix_cache()
@@ -121,9 +126,16 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
 
 
 def serve(
-    config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
+    config: Config,
+    base: Any,
+    rank: Rank,
+    memory: Any,
+    spec: dict[str, Any],
+    out: Path,
+    *,
+    joins: bool = False,
 ) -> None:
-    """Build one rank and do its part."""
+    """Build one rank and do its part; ranks of which one is alone stay until they are killed."""
     from tests.harness.faults import poisoned_ring
     from worker.cohort import Cohort
     from worker.io.step_queue import LeaveGroup
@@ -131,11 +143,13 @@ def serve(
     from worker.rank.runtime import GroupRuntime
     from worker.spec import everyone, rank_spec
 
-    cohort = Cohort(0, everyone(config), config.cell.dist_port)
+    cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
+    own = rank_spec(config, rank, cohort, memory)
     own = replace(
-        rank_spec(config, rank, cohort, memory),
+        own,
         parts=spec.get("parts", 1),
         borrow=spec.get("borrow", "none"),
+        whole_layers=spec.get("whole_layers", 0),
     )
     if spec.get("poison"):
         poisoned_ring.install()
@@ -151,13 +165,15 @@ def serve(
         member.join(binding)
     if rank == group.leader:
         results = lead(member, binding, collector, spec)
-        out.write_bytes(pickle.dumps(results))
+        written = out.with_suffix(".new")
+        written.write_bytes(pickle.dumps(results))
+        written.rename(out)
     elif rank in group.ranks:
         while not isinstance(member.follow(binding, wait_s=1.0), LeaveGroup):
             pass
-    while alone is not None and not out.exists():
-        time.sleep(0.02)
-    if alone is None:
+    if alone is not None:
+        signal.pause()
+    else:
         engine.communicators.of_width(group.width).group.barrier()
 
 
@@ -205,12 +221,39 @@ def main() -> int:
     base = replica_config(config)
     prepare_launcher(base)
     memory = memory_of(config) if config.cell.device == "cpu" else None
-    pids = [
-        fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), memory, spec, out))
-        for each in range(ranks)
-    ]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return 1 if any(codes) else 0
+
+    def fork(rank: int, results: Path, *, joins: bool = False) -> int:
+        run = functools.partial(serve, config, base, Rank(rank), memory, spec, results, joins=joins)
+        return fork_rank(Rank(rank), run)
+
+    pids = [fork(rank, out) for rank in range(ranks)]
+    if (alone := spec.get("alone")) is None:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        return 1 if any(codes) else 0
+    found = [_results_of(pids[alone], out)]
+    if spec.get("again"):
+        for rank, pid in enumerate(pids):
+            if rank == alone or spec.get("kills_lenders"):
+                _end(pid)
+        again = out.with_suffix(".again")
+        pids[alone] = fork(alone, again, joins=True)
+        found.append(_results_of(pids[alone], again))
+        out.write_bytes(pickle.dumps(found))
+    return 0
+
+
+def _results_of(pid: int, out: Path) -> Any:
+    """Wait for the results of a rank."""
+    while not out.exists():
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        assert not ended, f"the rank has ended with {os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.02)
+    return pickle.loads(out.read_bytes())
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,17 @@ from comm_pool.cpu.cell_memory import (
     clear,
     kv_name,
     mailbox_name,
+    manifest_name,
     measurements_name,
     plane_name,
     queue_name,
+    rest_name,
+    weights_name,
 )
 from comm_pool.mixed import Mixed
 
 LENGTH = 1 << 16
+OF_A_RANK = (mailbox_name, kv_name, weights_name, rest_name, manifest_name, measurements_name)
 
 
 def open_files() -> int:
@@ -102,7 +106,7 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
     planes = [(0, 1), (2, 3), (0, 1, 2, 3), (0, 2), (1, 3)]
     queues = planes[:3]
     wanted = {plane_name(each) for each in planes} | {queue_name(each) for each in queues}
-    for name in (mailbox_name, kv_name, measurements_name):
+    for name in OF_A_RANK:
         wanted |= {name(rank) for rank in range(4)}
     assert set(memory._files) == wanted
     memory.close()

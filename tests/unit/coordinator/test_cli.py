@@ -148,6 +148,9 @@ def test_ranks_may_share_gpus_if_that_is_asked_for() -> None:
         build("--ranks", "5", "--ranks-per-device", "2", gpus=2)
 
 
+HALVES_ALONE = ("--weight-parts", "2", "--borrow", "none")
+
+
 @pytest.mark.parametrize(
     ("arguments", "layout"),
     [
@@ -164,9 +167,32 @@ def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
     config = build(*arguments)
     assert config.cell.layout == layout
     parts, widest = config.cell.weight_parts, max(config.cell.widths)
-    assert config.narrowest == (widest if parts > 1 else 1)
+    assert config.narrowest == 1, "ranks borrow the other parts"
+    assert config.copy_width == (widest if parts > 1 else 1)
+    alone = build(*arguments, "--borrow", "none")
+    assert alone.cell.layout == layout
+    assert alone.narrowest == (widest if parts > 1 else 1)
     wanted = [f"sp{widest // parts}tp{parts}"] if 1 < parts < widest else []
     assert [str(each) for each in config.mixed_groups()] == wanted
+
+
+@pytest.mark.parametrize("layout", ["dp4", "sp4", "shift4", "tp2+dp2", "tp4"])
+def test_ranks_that_borrow_begin_in_any_layout(layout: str) -> None:
+    arguments = ("--ranks", "4", "--weight-parts", "2", "--layout", layout)
+    config = build(*arguments, "--policy", "adaptive", "--whole-layers", "2")
+    assert config.cell.layout == layout
+    assert (config.cell.borrow, config.cell.whole_layers, config.borrows) == ("ffn", 2, True)
+    assert build(*arguments, "--borrow", "all").cell.borrow == "all"
+    assert build(*arguments, "--whole-layers", "auto").cell.whole_layers == "auto"
+
+
+def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None:
+    file = tmp_path / "cell.yaml"
+    cell = "{ranks: 4, widths: [1, 2, 4], layout: tp4, weight_parts: 2, whole_layers: auto}"
+    file.write_text(f"model: {{path: a-model}}\ncell: {cell}\n")
+    assert build("--config", str(file)).cell.whole_layers == "auto"
+    changed = build("--config", str(file), "--borrow", "all", "--whole-layers", "0").cell
+    assert (changed.borrow, changed.whole_layers, changed.layout) == ("all", 0, "tp4")
 
 
 @pytest.mark.parametrize(
@@ -174,10 +200,20 @@ def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
     [
         (("--weight-parts", "3"), "a power of two"),
         (("--weight-parts", "8"), "a power of two up to the widest group"),
-        (("--weight-parts", "2", "--layout", "dp4"), "only groups that are 4 wide, such as tp4"),
-        (("--weight-parts", "2", "--layout", "tp2+tp2"), "only groups that are 4 wide"),
-        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has no layouts to choose from"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
+        (
+            ("--ranks", "6", "--layout", "dp6", "--weight-parts", "2"),
+            "cell.ranks is 6: each 4 ranks .* so use a multiple of 4",
+        ),
+        (("--whole-layers", "2"), "ranks read no layers from each other"),
+        (("--weight-parts", "2", "--borrow", "none", "--whole-layers", "auto"), "read no layers"),
+        (("--weight-parts", "2", "--whole-layers", "-1"), "greater than or equal to 0"),
+        ((*HALVES_ALONE, "--layout", "dp4"), "only groups that are 4 wide, such as tp4, or let "),
+        ((*HALVES_ALONE, "--layout", "tp2+tp2"), r"ranks borrow \(--borrow ffn\)"),
+        (
+            (*HALVES_ALONE, "--policy", "adaptive"),
+            r"choose from .* let ranks borrow \(--borrow ffn",
+        ),
     ],
 )
 def test_parts_of_the_weights_that_no_group_can_serve_with(
@@ -196,6 +232,8 @@ def test_parts_of_the_weights_that_no_group_can_serve_with(
         ([], "COMMAND"),
         (["fly"], "invalid choice"),
         (["up", "--ranks", "two"], "invalid int value"),
+        (["up", "--borrow", "heads"], "invalid choice"),
+        (["up", "--whole-layers", "most"], "'most' is neither a number nor auto"),
         (["switch"], "LAYOUT"),
         (["switch", "tp2", "--carry", "teleport"], "teleport"),
         (["status", "--", "--seed", "1"], "belong to `aileron up`"),

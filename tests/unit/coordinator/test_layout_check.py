@@ -3,6 +3,7 @@
 import pytest
 
 from comm_pool.layout import Layout, Rank, parse_layout
+from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.terms import Phase, Stage
 from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Roster
@@ -110,6 +111,7 @@ def test_where_ranks_hold_parts_of_the_weights_groups_have_all_of_them(text: str
     reason = why_unreachable(wanted(text), made, EVERYONE)
     assert reason is not None
     assert "one of several parts of the weights, so groups are 4 wide" in reason
+    assert reason.endswith("or start the cell with --borrow ffn.")
     assert why_unreachable(wanted("tp4"), made, EVERYONE) is None
 
 
@@ -119,5 +121,32 @@ def test_where_ranks_hold_parts_of_the_weights_there_is_no_plain_sp() -> None:
     reason = why_unreachable(wanted("sp2+tp2"), made, EVERYONE)
     assert reason == (
         "sp2 needs all of the weights on each rank, which holds only one of several parts of the "
-        "weights: use 'tp2' or a mixed mode."
+        "weights: use 'tp2' or a mixed mode, or start the cell with --borrow ffn."
     )
+
+
+def halves(*, outlive: bool = False) -> Roster:
+    """Four ranks with a half of the weights each: ranks 0 and 1 the first, 2 and 3 the other."""
+    made = Roster(4, 1, WeightParts(2, 4, borrows=True, outlive=outlive))
+    for rank in range(4):
+        made.on_hello(hello(rank, widths=(1, 2, 4)), 0)
+    return made
+
+
+@pytest.mark.parametrize("text", ["dp4", "sp4", "tp2+tp2", "tp2+dp2", "tp4"])
+def test_ranks_that_borrow_serve_in_every_layout(text: str) -> None:
+    assert why_unreachable(wanted(text), halves(), EVERYONE) is None
+
+
+def test_a_layout_whose_groups_cannot_borrow_a_part_is_refused() -> None:
+    made = halves()
+    for rank in (2, 3):
+        made.on_exited(Rank(rank))
+    assert why_unreachable(wanted("dp2+off2"), made, EVERYONE[:2]) == (
+        "dp1 of rank 0 lacks part 1 of the weights, and the memory of rank 2 or 3, which holds it, "
+        "cannot be read: wait until that rank is back."
+    )
+    outlived = halves(outlive=True)
+    for rank in (2, 3):
+        outlived.on_exited(Rank(rank))
+    assert why_unreachable(wanted("dp2+off2"), outlived, EVERYONE[:2]) is None

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from comm_pool.layout import Rank
 from coordinator.model.events import Effect, RankExited, RenewalWanted, ToLauncher
+from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.messages.gateway import Cancel
 from coordinator.protocol.messages.rank import RankHello
 from coordinator.protocol.messages.tasks import HeldTask
@@ -341,6 +342,34 @@ def test_ranks_with_parts_of_the_weights_wait_for_each_other() -> None:
     cell.settle()
     cell.tick(100)
     cell.settle()
+    assert layout_of(cell) == "tp4"
+
+
+@pytest.mark.parametrize("outlive", [True, False])
+def test_ranks_that_borrow_serve_alone_as_long_as_the_lost_one_lends(outlive: bool) -> None:
+    """On CPU its memory does; on CUDA nobody serves until the block has started together."""
+    parts = WeightParts(4, 4, borrows=True, outlive=outlive)
+    cell = Cell("tp4", parts=parts, settled_ms=SETTLED_MS)
+    cell.serve()
+    cell.gateway()
+    cell.event(RankExited(Rank(2)))
+    cell.settle(0, 1, 3)
+    cell.say(submit("t"))
+    cell.tick(100)
+    view: Any = cell.core.layout_view()
+    assert (view["target"], view["serving"]) == ("dp2+off1+dp1", outlive)
+    queue: Any = cell.core.queue_view()
+    assert queue["tasks"]["queued"] == (0 if outlive else 1)
+    if outlive:
+        cell.ranks[Rank(2)] = Joiner(Rank(2), 2, WIDTHS)
+        cell.open(2)
+        cell.settle()
+    else:
+        start_together(cell, 0, 1, 2, 3)
+    cell.tick(100)
+    cell.settle()
+    assert layout_of(cell) == "dp4"
+    pass_time(cell, SETTLED_MS + 2_000)
     assert layout_of(cell) == "tp4"
 
 

@@ -368,6 +368,26 @@ def test_an_index_of_any_type_leaves_the_files_to_count(model: Path, value: Any)
         check(model, "--load-format", "dummy", memory=Memory(size, "this machine"))
 
 
+def test_ranks_that_borrow_hold_a_part_of_the_feed_forward_layers() -> None:
+    """57 % of the demo model; with all linear layers in parts a rank holds less."""
+    size = (MODEL_DIR / "model.safetensors").stat().st_size
+    halves: dict[str, Any] = {"device": "cuda", "weight_parts": 2}
+    room = ("--gpu-memory-utilization", "1")
+    ffn = Memory(int(size * 0.72), "its GPU")
+    check(MODEL_DIR, *room, memory=ffn, **halves)
+    less = Memory(int(size * 0.71), "its GPU")
+    with pytest.raises(ConfigError, match=r"use --weight-parts 2 --borrow all, so that .* of all"):
+        check(MODEL_DIR, *room, memory=less, **halves)
+    halves["borrow"] = "all"
+    check(MODEL_DIR, *room, memory=less, **halves)
+    halves |= {"borrow": "ffn", "whole_layers": 2}
+    with pytest.raises(ConfigError, match=r"use fewer --whole-layers\."):
+        check(MODEL_DIR, *room, memory=ffn, **halves)
+    halves["whole_layers"] = 5
+    with pytest.raises(ConfigError, match=r"whole_layers is 5, but the model has 5 layers"):
+        check(MODEL_DIR, **halves)
+
+
 def test_gpus_are_read_with_their_memory() -> None:
     listing = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA GB10, [N/A]\n\n"
     assert read_gpus(listing) == (("NVIDIA H100 80GB HBM3", 81559 * 2**20), ("NVIDIA GB10", 0))

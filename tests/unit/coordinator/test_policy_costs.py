@@ -5,7 +5,7 @@ import random
 import pytest
 
 from comm_pool.layout import Mode
-from coordinator.model.cost_model import StepFits
+from coordinator.model.cost_model import GroupCost, StepFits
 from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.policy.step_file import parse_step_times
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
@@ -95,3 +95,60 @@ def test_step_times_are_read_from_a_file() -> None:
 def test_bad_step_times_are_refused(data: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_step_times(data)
+
+
+DP_THAT_BORROWS = ((1, 80_000), (64, 80_100), (256, 80_900), (1_024, 93_400), (8_192, 716_000))
+"""Measured on two H100s with halves of a 32B model; the step of 256 tokens is at the floor too."""
+
+
+def fits_of(points: tuple[tuple[int, int], ...], share: float = 0.0) -> StepFits:
+    fits = StepFits()
+    dp = WidthTimes(1, ((Mode.DP, points),), floor_us=((Mode.DP, 80_000),))
+    tp = WidthTimes(2, ((Mode.TP, ((1, 14_500), (8_192, 380_000))),))
+    fits.add_curves([dp, tp], share)
+    return fits
+
+
+def test_a_line_goes_through_the_steps_above_the_floor() -> None:
+    fits = fits_of(DP_THAT_BORROWS)
+    line = fits.line(Mode.DP, 1)
+    assert line is not None
+    assert line.seconds(1_024, 0) == pytest.approx(0.0934, rel=0.01)
+    assert line.seconds(8_192, 0) == pytest.approx(0.716, rel=0.01)
+    assert line.seconds(64, 0) < 0.02, "what it computes, without its loans"
+    assert fits.floor_s(Mode.DP, 1) == pytest.approx(0.08)
+    assert fits.floor_s(Mode.TP, 2) == 0.0
+    assert fits.floor_s(Mode.SP, 2) == 0.0
+
+
+@pytest.mark.parametrize(
+    "points", [((1, 80_000), (2_048, 183_000)), ((1, 80_000), (2_048, 81_000))]
+)
+def test_with_one_step_above_the_floor_the_line_begins_at_nothing(
+    points: tuple[tuple[int, int], ...],
+) -> None:
+    line = fits_of(points).line(Mode.DP, 1)
+    assert line is not None
+    assert line.seconds(2_048, 0) == pytest.approx(points[-1][1] / 1e6, rel=0.01)
+    assert line.seconds(1_024, 0) == pytest.approx(points[-1][1] / 2e6, rel=0.01)
+
+
+def test_reading_context_is_estimated_by_groups_that_borrow_nothing() -> None:
+    """A rank alone reads twice what each of two does: 29 ms for all weights."""
+    line = fits_of(DP_THAT_BORROWS, 1e-6).line(Mode.DP, 1)
+    assert line is not None
+    assert line.context_s == pytest.approx(29e-9, rel=0.2)
+
+
+def test_a_step_that_borrows_takes_at_least_its_floor() -> None:
+    line, sp = StepLine(0.02, 1e-4, 0.0), StepLine(0.03, 5e-5, 0.0)
+    dp = GroupCost(line, line, 1_000, floor_s=0.08, prefill_floor_s=0.08)
+    assert dp.step_s(1, 0) == pytest.approx(0.08)
+    assert dp.step_s(1_000, 0) == pytest.approx(0.12)
+    assert dp.rest_s == 0.08
+    assert dp.compute_s(100, 0) == pytest.approx(0.03)
+    shift = GroupCost(line, sp, 1_000, prefill_floor_s=0.08)
+    assert shift.step_s(1, 0) == pytest.approx(0.0201)
+    assert shift.step_s(700, 0) == pytest.approx(0.08)
+    assert shift.step_s(2_000, 0) == pytest.approx(0.13)
+    assert shift.rest_s == 0.02

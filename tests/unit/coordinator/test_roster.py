@@ -1,6 +1,7 @@
 """What counts as news of a rank."""
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Group, Layout, Mode, Rank
+from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.terms import Phase, Stage
 from coordinator.ranks.roster import Arrival, Roster
 from tests.harness.coordinator.builders import hello, report
@@ -108,3 +109,60 @@ def test_the_end_of_an_older_session_is_not_the_end_of_a_newer_process() -> None
     assert ranks[ONE].is_connected
     ranks.on_closed(ONE, 5)
     assert not ranks[ONE].is_connected
+
+
+def alone(rank: int) -> Group:
+    return Group((Rank(rank),), Mode.DP)
+
+
+def quarters(*, outlive: bool) -> Roster:
+    """Two blocks of four ranks that hold a quarter of the weights each."""
+    made = Roster(8, 1, WeightParts(4, 4, borrows=True, outlive=outlive))
+    for rank in range(8):
+        made.on_hello(hello(rank), 0)
+    return made
+
+
+def serving(ranks: Roster) -> list[int]:
+    return [rank for rank in range(8) if ranks.serves(alone(rank))]
+
+
+def test_ranks_that_borrow_serve_once_all_lenders_were_heard() -> None:
+    ranks = Roster(8, 1, WeightParts(4, 4, borrows=True, outlive=True))
+    for rank in (0, 1, 3, 4):
+        ranks.on_hello(hello(rank), 0)
+    assert ranks.lacking(alone(0)) == 2
+    assert serving(ranks) == []
+    ranks.on_hello(hello(2), 0)
+    assert serving(ranks) == [0, 1, 2, 3]
+
+
+def test_a_lost_lender_stops_nobody_where_its_memory_outlives_it() -> None:
+    ranks = quarters(outlive=True)
+    ranks.on_exited(ONE)
+    assert serving(ranks) == list(range(8))
+    ranks.on_hello(hello(1, 2), 1)
+    assert serving(ranks) == list(range(8))
+
+
+def test_where_memory_ends_with_its_process_a_block_waits_until_it_started_together() -> None:
+    ranks = quarters(outlive=False)
+    ranks.on_exited(ONE)
+    assert ranks.lacking(alone(0)) == 1
+    for rank in (1, 0, 2):
+        ranks.on_hello(hello(rank, 2, widths=(1, 2, 4), cohort=1), 1)
+        assert serving(ranks) == [4, 5, 6, 7], "one cohort lends nothing to another"
+    ranks.on_hello(hello(3, 2, widths=(1, 2, 4), cohort=1), 1)
+    assert serving(ranks) == list(range(8))
+
+
+def test_a_group_needs_no_lender_for_what_its_members_hold() -> None:
+    ranks = quarters(outlive=False)
+    for rank in (2, 3):
+        ranks.on_exited(Rank(rank))
+    pair = Group((Rank(0), ONE), Mode.TP)
+    four = Group(tuple(map(Rank, range(4))), Mode.SP)
+    assert not ranks.serves(pair)
+    assert ranks.serves(four)
+    assert not ranks.serves_whole(Layout((pair, alone(4))))
+    assert ranks.serves_whole(Layout((alone(4), alone(5))))

@@ -71,11 +71,25 @@ def test_parallel_sizes_become_ranks_and_layout(words: list[str], ranks: int, la
 
 def test_several_names_and_own_options() -> None:
     config = build(
-        *("--served-model-name", "a", "b", "a", "--weight-parts", "2", "-tp", "2", "/models/x"),
-        *("--policy", "fixed", "-asc", "1", "--enable-expert-parallel"),
+        *(
+            "--served-model-name",
+            "a",
+            "b",
+            "a",
+            "--weight-parts",
+            "2",
+            "--borrow",
+            "all",
+            "-tp",
+            "2",
+            "/models/x",
+        ),
+        *("--whole-layers=auto", "--policy", "fixed", "-asc", "1", "--enable-expert-parallel"),
     )
     assert config.served_model_names == ("a", "b")
     assert config.cell.weight_parts == 2
+    assert config.cell.borrow == "all"
+    assert config.cell.whole_layers == "auto"
     assert config.model.engine_args == ()
     assert build("/models/x").served_model_names == ("/models/x",)
 

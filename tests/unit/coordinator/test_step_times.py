@@ -39,9 +39,11 @@ def test_the_view_has_each_width_once() -> None:
         "width": 1,
         "sp_from_tokens": None,
         "mixed_from_tokens": {},
+        "floor_ms": {},
+        "kv_tokens": 160,
         "curves": {"dp": [{"tokens": 1, "ms": 9.0}, {"tokens": 512, "ms": 40.0}]},
     }
-    assert (four["width"], four["sp_from_tokens"]) == (4, 64)
+    assert (four["width"], four["sp_from_tokens"], four["kv_tokens"]) == (4, 64, 640)
     assert four["mixed_from_tokens"] == {"sp2tp2": 32}
     assert set(four["curves"]) == {"tp", "sp", "sp2tp2"}
     assert step_times_view(Roster(4)) == {"step_times": []}
@@ -59,3 +61,15 @@ def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
     assert "shift" not in step_times_text(one)
     never = {**four, "sp_from_tokens": None}
     assert "shift4 computes all steps in tp." in step_times_text(never)
+
+
+def test_the_text_says_how_long_steps_take_at_least_and_why() -> None:
+    _, four = told()
+    assert "A group 4 wide holds the KV of 640 tokens, in every mode." in step_times_text(four)
+    text = step_times_text({**four, "floor_ms": {"sp": 75.64, "sp2tp2": 37.0}})
+    assert (
+        "A step in sp4 takes at least 75.6 ms: it reads the parts of the weights that the group "
+        "lacks."
+    ) in text
+    assert "A step in sp2tp2 takes at least 37.0 ms" in text
+    assert "tp4 takes" not in text

@@ -93,6 +93,22 @@ def test_many_ranks_are_cut_to_the_terminal() -> None:
     assert len(text.splitlines()) <= 40
 
 
+def test_it_shows_parts_of_the_weights_where_ranks_hold_them() -> None:
+    answer = answer_of(2)
+    assert "weights" not in shown(answer, [sample("dp2", "ss")])
+    for rank in answer["ranks"]:
+        rank["weights"] = {
+            "part": rank["rank"],
+            "parts": 2,
+            "borrow": "all",
+            "whole_layers": 0,
+            "floor_ms": {"dp1": 67.5},
+        }
+    text = shown(answer, [sample("dp2", "ss")])
+    assert "part 0 of 2, borrows all, steps from 67.5 ms" in text
+    assert "part 1 of 2" in text
+
+
 def test_modes_and_sparklines() -> None:
     assert [mode_of("tp2+dp2", rank) for rank in range(5)] == ["tp", "tp", "dp", "dp", ""]
     assert sparkline([0, 1, 2]) == " ▄█"

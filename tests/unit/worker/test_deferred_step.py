@@ -76,7 +76,7 @@ def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
     stage = Stage()
     told: list[tuple[int, int]] = []
     log: Any = stage.steps.log
-    log.ended = lambda _plan, _width, began_ns, ended_ns: told.append((began_ns, ended_ns))
+    log.ended = lambda _plan, _width, began_ns, ended_ns, _floor: told.append((began_ns, ended_ns))
     hold(stage)
     leave(stage)
     time.sleep(0.02)

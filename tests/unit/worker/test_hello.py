@@ -1,5 +1,6 @@
 """What a rank says of what it holds when a session begins."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,8 +16,10 @@ from coordinator.protocol.terms import TaskId, Tier
 from kvadaptor.pages import PagePool
 from worker.rank.hello import hello_of
 from worker.rank.led_tasks import LedTask, LedTasks
+from worker.spec import RankSpec
 
 PAIR = (Rank(0), Rank(1))
+SPEC = RankSpec(Rank(0), Rank(0), 4, (1, 2, 4), 4, "", 1)
 
 
 def task(name: str, attempt: int) -> LedTask:
@@ -24,13 +27,14 @@ def task(name: str, attempt: int) -> LedTask:
     return LedTask(header, attempt, Group(PAIR, Mode.TP), 2)
 
 
-def hello(*deferred: Drop) -> RankHello:
+def hello(*deferred: Drop, borrowing: Any = None, **of_spec: Any) -> RankHello:
     """Of a rank with two tasks, and pages in the lease of a pair."""
     pages = PagePool(9)
     pages.lease_pages(PAIR, 3)
     scheduling = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
     engine = SimpleNamespace(
-        spec=SimpleNamespace(rank=Rank(0), cohort=0, parts=1, widths=(1, 2), widest=2),
+        spec=replace(SPEC, **of_spec),
+        borrowing=borrowing,
         device="cpu",
         base=SimpleNamespace(
             scheduler_config=scheduling, model_config=SimpleNamespace(max_model_len=128)
@@ -65,3 +69,17 @@ def test_a_task_that_is_to_be_dropped_is_not_told() -> None:
     """A coordinator that has just started would take it for one that runs."""
     assert held(hello(Drop(TaskId("a"), 1))) == [("b", 2)]
     assert held(hello(Drop(TaskId("b"), 1))) == [("a", 1), ("b", 2)], "that was another attempt"
+
+
+def test_it_tells_what_part_of_the_weights_it_holds_and_what_it_borrows() -> None:
+    told = hello()
+    assert (told.part, told.parts, told.borrow, told.whole_layers) == (0, 1, "none", 0)
+    assert told.widths == (1, 2, 4)
+    told = hello(rank=Rank(6), parts=2, borrow="ffn", whole_layers=3)
+    assert (told.part, told.parts, told.borrow, told.whole_layers) == (1, 2, "ffn", 3)
+    assert hello(rank=Rank(6), parts=4).part == 2
+    assert hello(parts=2).widths == (1, 4), "narrower groups lack parts"
+    taken = SimpleNamespace(bytes_borrowed=0, wait_s=0.0, whole_layers=7)
+    auto = hello(parts=2, borrow="ffn", whole_layers="auto", borrowing=taken)
+    assert auto.whole_layers == 7
+    assert hello(parts=2, borrow="ffn", whole_layers="auto").whole_layers == 0

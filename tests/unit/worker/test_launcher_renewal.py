@@ -18,10 +18,13 @@ from worker.launch.launcher import Launcher
 LOST = Rank(0)
 
 
-def launcher(parts: int, pids: dict[int, Rank]) -> Launcher:
+def launcher(parts: int, borrow: str, pids: dict[int, Rank]) -> Launcher:
     """Four ranks in pairs that have served, started together; these processes are still there."""
     cell = {"ranks": 4, "device": "cuda", "widths": [1, 2], "layout": "tp2+tp2"}
-    config = {"model": {"path": "a-model"}, "cell": cell | {"weight_parts": parts}}
+    config = {
+        "model": {"path": "a-model"},
+        "cell": cell | {"weight_parts": parts, "borrow": borrow},
+    }
     made: Any = Launcher(check_config(config))
     ranks = tuple(map(Rank, range(4)))
     for rank in ranks:
@@ -34,15 +37,15 @@ def launcher(parts: int, pids: dict[int, Rank]) -> Launcher:
     return result
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("parts", "borrow"), [(1, "ffn"), (2, "none"), (2, "ffn")])
 def test_a_rank_that_cannot_serve_without_a_lost_one_ends_and_the_others_serve_on(
-    parts: int,
+    parts: int, borrow: str
 ) -> None:
-    """One that holds all weights serves on alone."""
+    """One that holds all weights serves on alone; what others mapped of a process ends with it."""
     code = "import time; time.sleep(60)"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     try:
-        made: Any = launcher(parts, {each.pid: Rank(n) for n, each in enumerate(others, 1)})
+        made: Any = launcher(parts, borrow, {each.pid: Rank(n) for n, each in enumerate(others, 1)})
         assert not made._rank_ended(LOST, 1, -signal.SIGKILL)
         neighbour, *rest = others
         if parts > 1:

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with."""
+"""How many threads a rank computes with, and what it borrows."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from worker import spec as module
 from worker.cohort import Cohort
-from worker.spec import everyone, rank_spec
+from worker.spec import RankSpec, everyone, modes_widths, rank_spec
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,20 @@ def test_ranks_share_the_usable_cores(
     config = Config.model_validate({"model": {"path": "m"}, "cell": cell})
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
     assert rank_spec(config, Rank(0), cohort, None).threads == threads
+
+
+def spec_of(**cell: object) -> RankSpec:
+    settings = {"ranks": 4, "widths": [1, 2, 4], "layout": "tp4", **cell}
+    config = Config.model_validate({"model": {"path": "m"}, "cell": settings})
+    return rank_spec(config, Rank(0), Cohort(0, everyone(config), 0), None)
+
+
+def test_ranks_that_borrow_serve_alone_and_in_the_widest_groups() -> None:
+    halves = spec_of(weight_parts=2, whole_layers="auto")
+    assert (halves.borrow, halves.whole_layers, halves.floor_goal_s) == ("ffn", "auto", 0.025)
+    assert modes_widths(halves) == (1, 4)
+    assert modes_widths(spec_of(weight_parts=2, borrow="all")) == (1, 4)
+    assert modes_widths(spec_of(weight_parts=2, borrow="none")) == (4,)
+    replica = spec_of()
+    assert (replica.parts, replica.borrow, replica.whole_layers) == (1, "none", 0)
+    assert modes_widths(replica) == (1, 2, 4)

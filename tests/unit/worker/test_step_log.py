@@ -61,3 +61,17 @@ def test_it_knows_how_long_steps_of_a_size_usually_take() -> None:
     assert log.usual_s(Plan(5), 1) == pytest.approx(0.010, rel=0.2), "of a similar size"
     assert log.usual_s(Plan(4), 2) is None
     assert log.usual_s(Plan(64), 1) is None
+
+
+def test_steps_that_only_waited_for_loans_are_left_out() -> None:
+    """Up to 5 % above the floor; what takes longer computes."""
+    log, now = StepLog(), 0
+    for tokens, took_ms in ((1, 80), (64, 83), (1_024, 93), (2_048, 183)):
+        log.ended(Plan(tokens), 1, now, now + took_ms * MS, 80_000)
+        now += took_ms * MS
+    (told,) = log.take()
+    assert told.sums.steps == 2
+    line = fit(told.sums)
+    assert line is not None
+    assert line.seconds(2_048, 0) == pytest.approx(0.183, rel=0.01)
+    assert log.usual_s(Plan(1), 1) == pytest.approx(0.08, rel=0.1), "it still takes so long"

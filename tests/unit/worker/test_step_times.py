@@ -12,6 +12,7 @@ from worker.engine.step_times import (
     crossing,
     fitted,
     sizes_to_measure,
+    width_times,
 )
 
 
@@ -103,6 +104,15 @@ def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
     assert sizes_to_measure(64, (Mode.TP, Mode.SP)) == (1, 4, 16, 64)
     assert sizes_to_measure(2048, (Mode.DP,)) == (1, 256, 2048)
     assert sizes_to_measure(512, (Mode.DP,)) == (1, 512)
+    assert sizes_to_measure(2048, (Mode.DP,), borrows=True) == (1, 4, 16, 64, 256, 1024, 2048)
+
+
+def test_floors_are_reported_for_the_modes_that_have_one() -> None:
+    curve = StepCurve(((1, 100),))
+    modes: dict[StepMode, StepCurve] = {Mode.TP: curve, Mode.SP: curve}
+    times = StepTimes(2, modes, floor_us={Mode.TP: 0, Mode.SP: 75_600})
+    assert width_times(times).floor_us == (("sp", 75_600),)
+    assert width_times(StepTimes(2, modes)).floor_us == ()
 
 
 def test_an_exchange_falls_into_as_few_parts_as_are_about_the_fastest() -> None:

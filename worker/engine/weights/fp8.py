@@ -94,8 +94,9 @@ def check_quantized(name: str, layer: LinearBase) -> None:
             f"layer {name} computes with {found}, which packs or block-scales its weights, "
             f"so they cannot be viewed per rank: {instead}"
         )
-    weight = layer.weight
+    # Of a layer in several parts, the rank has loaded one.
     shape = layer.input_size_per_partition, layer.output_size_per_partition
+    weight = layer.weight
     plain = tuple(weight.shape) == shape and weight.stride() == (1, shape[0])
     if weight.dtype != torch.float8_e4m3fn or not plain:
         raise ViewError(

@@ -4,21 +4,26 @@ Each rank moves its units into memory that its peers map once, at start-up. From
 anybody: weights do not change, and a lender does not notice that it lends.
 """
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
+from vllm.model_executor.models.utils import extract_layer_index
 
-from comm_pool.cpu.cell_memory import CellMemory, weights_name
-from comm_pool.loans import Loan, loan_plan, part_of
+from comm_pool.cpu.cell_memory import CellMemory
+from comm_pool.loans import Loan, fewest_whole_layers, loan_plan, part_of, spread_whole
 from kvadaptor.transfer.peers import allocate, export_handle, open_peer
 from worker.engine.weights.borrowed import BorrowedUnit, UnitPart
 from worker.engine.weights.layers import ViewError
+from worker.engine.weights.loan_proof import Promise, prove_loans
+from worker.engine.weights.manifest import LentUnit, PartManifest
 from worker.engine.weights.part_memory import (
     Unit,
     UnitKind,
@@ -27,12 +32,16 @@ from worker.engine.weights.part_memory import (
     move_in,
     units_of,
 )
+from worker.engine.weights.part_store import (
+    Memory,
+    StoredPart,
+    describe_units,
+    store_part,
+    unit_memory,
+)
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
-PAGE_BYTES = 4096
-
-Memory = Sequence[torch.Tensor]
-"""The memory of each unit of one rank's part, (bytes,) int8."""
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,8 @@ class Borrowing:
     """The slots of the ring, and copies of peers' small tensors."""
     own_bytes: int
     """Bytes of the rank's part in memory that its peers read."""
+    whole_layers: int = 0
+    """Layers of which the rank holds all parts, and borrows none."""
 
     @property
     def ring_bytes(self) -> int:
@@ -66,6 +77,12 @@ class Place:
         """The part that the rank holds."""
         return part_of(self.rank - self.first, self.ranks, self.parts)
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks that share out the parts."""
+        ranks = range(self.first, self.first + self.ranks)
+        return tuple(rank for rank in ranks if rank != self.rank)
+
 
 def share_parts(
     part: nn.Module,
@@ -75,99 +92,174 @@ def share_parts(
     memory: CellMemory | None,
     cpu_group: Any,
     meet: Callable[[], None],
+    stored: StoredPart | None = None,
+    whole_layers: Literal["auto"] | int = 0,
+    floor_goal_s: float | None = None,
 ) -> Borrowing:
     """Move the units of a loaded part into memory that peers map, map theirs, and plan the loans.
 
     A collective of all ranks that start together. On CPU the memory is the cell's; elsewhere ranks
     exchange handles through `cpu_group`, whose members ascend from `place.first`. `meet` returns
-    when all ranks have filled their memory.
+    when all ranks have filled their memory. `stored` is the part if it was found in the
+    cell's memory; any other part is stored there. Every loan is compared with what its lender
+    holds.
+
+    Of `whole_layers` layers, evenly spread, the rank copies all parts now and borrows none; with
+    `auto` of the fewest with which loans alone take at most `floor_goal_s` seconds per step.
 
     Raises:
-        ViewError: if the parts of two ranks are laid out differently.
+        ViewError: if the parts of two ranks are laid out differently, or a loan brings other bytes.
     """
     units = list(units_of(part))
     if not units:
         raise ViewError("the model has no layers to borrow: use --borrow none.")
-    layouts = [layout_of(unit) for unit in units]
     if memory is not None:
-        own = _cell_part(memory, place.rank, layouts, is_own=True)
+        if stored is None:
+            stored = store_part(part, units, memory, place.rank)
+        described, layouts, own = stored.manifest.units, stored.manifest.layouts, stored.units
+        meet()
+        peers = _stored_parts(memory, place)
     else:
+        layouts = tuple(layout_of(unit) for unit in units)
         own = [allocate(layout.num_bytes, device) for layout in layouts]
-    for unit, layout, raw in zip(units, layouts, own, strict=True):
-        move_in(unit, layout, raw)
-    meet()
-    peers = {
-        rank: _cell_part(memory, rank, layouts, is_own=False)
-        if memory is not None
-        else []
-        for rank in range(place.first, place.first + place.ranks)
-        if rank != place.rank
-    }
-    if memory is None:
-        peers = _open_parts(own, place, device, cpu_group)
-    return _borrowing(units, layouts, own, peers, place, device)
+        for unit, layout, raw in zip(units, layouts, own, strict=True):
+            move_in(unit, layout, raw)
+        described = describe_units(units, layouts, own)
+        meet()
+        peers = _open_parts(own, described, place, device, cpu_group)
+    for rank, peer in peers.items():
+        _check_same(rank, peer.units, described)
+    build = partial(_borrowing, units, layouts, own, peers, place, device)
+    if whole_layers != "auto":
+        return build(whole_layers)
+    borrowing = build(0)
+    meet()  # All ranks measure at once, as they borrow in service.
+    count = _fewest_whole(borrowing.ring, units, layouts, place, floor_goal_s)
+    return build(count) if count else borrowing
 
 
-def _cell_part(
-    memory: CellMemory, rank: int, layouts: Sequence[UnitLayout], *, is_own: bool
-) -> Memory:
-    """Return the memory of each unit of a rank's part, in the cell's memory."""
-    sizes = [-(-layout.num_bytes // PAGE_BYTES) * PAGE_BYTES for layout in layouts]
-    mapped = memory.map(weights_name(rank), sum(sizes), is_own=is_own)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it is read-only, which is the point
-        raw = torch.frombuffer(mapped, dtype=torch.int8)
-    return [
-        piece[: layout.num_bytes]
-        for piece, layout in zip(raw.split(sizes), layouts, strict=True)
-    ]
+def layers_of(units: Sequence[Unit]) -> list[list[int]]:
+    """Return the numbers of the units of each layer, in order."""
+    layers: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        layers.setdefault(extract_layer_index(unit.name), []).append(number)
+    return [layers[index] for index in sorted(layers)]
+
+
+def _fewest_whole(
+    ring: LoanRing,
+    units: Sequence[Unit],
+    layouts: Sequence[UnitLayout],
+    place: Place,
+    floor_goal_s: float | None,
+) -> int:
+    if floor_goal_s is None:
+        return 0
+    part_bytes = [sum(layouts[n].loan_bytes for n in layer) for layer in layers_of(units)]
+    rate = ring.step_bytes / ring.floor_s()
+    count = fewest_whole_layers(part_bytes, place.parts, rate, floor_goal_s)
+    log.info("whole_layers", bytes_per_s=round(rate), goal_s=floor_goal_s, layers=count)
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A peer's part: its units, and the memory of each."""
+
+    units: Sequence[LentUnit]
+    memory: Memory
+
+
+def _stored_parts(memory: CellMemory, place: Place) -> dict[int, _Peer]:
+    """Map the parts of the peers in the cell's memory."""
+    peers = {}
+    for rank in place.peers:
+        stored = PartManifest.load(memory, rank)
+        if stored is None:
+            raise ViewError(
+                f"rank {rank} has not stored its part of the weights: start this rank again when "
+                "that one is ready."
+            )
+        peers[rank] = _Peer(stored.units, unit_memory(memory, rank, stored.layouts, is_own=False))
+    return peers
 
 
 def _open_parts(
-    own: Memory, place: Place, device: torch.device, cpu_group: Any
-) -> dict[int, Memory]:
+    own: Memory,
+    described: Sequence[LentUnit],
+    place: Place,
+    device: torch.device,
+    cpu_group: Any,
+) -> dict[int, _Peer]:
     """Exchange handles of all units and map those of the peers; a collective."""
     handles = [export_handle(raw) for raw in own]
     everyone: list[Any] = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(everyone, (place.rank, handles), group=cpu_group)
+    dist.all_gather_object(everyone, (place.rank, described, handles), group=cpu_group)
     return {
-        rank: [open_peer(handle, device) for handle in theirs]
-        for rank, theirs in everyone
-        if rank != place.rank and place.first <= rank < place.first + place.ranks
+        rank: _Peer(units, [open_peer(handle, device) for handle in theirs])
+        for rank, units, theirs in everyone
+        if rank in place.peers
     }
+
+
+def _check_same(rank: int, theirs: Sequence[LentUnit], own: Sequence[LentUnit]) -> None:
+    """Refuse a peer whose units do not lie in memory as the rank's own do."""
+    for other, ours in zip_longest(theirs, own):
+        if other is None or ours is None or other.key != ours.key:
+            name = (ours or other).name
+            raise ViewError(
+                f"the unit {name} of rank {rank} has another layout than this rank's: use "
+                "--borrow none, and please report it with the model's config.json."
+            )
 
 
 def _borrowing(
     units: Sequence[Unit],
     layouts: Sequence[UnitLayout],
     own: Memory,
-    peers: Mapping[int, Memory],
+    peers: Mapping[int, _Peer],
     place: Place,
     device: torch.device,
+    whole_layers: int,
 ) -> Borrowing:
-    loans = plan_of_units([unit.kind for unit in units], place)
+    layers = layers_of(units)
+    whole = {n for layer in spread_whole(len(layers), whole_layers) for n in layers[layer]}
+    loans = plan_of_units([unit.kind for unit in units], place, whole)
     slots: dict[tuple[UnitKind, int], torch.Tensor] = {}
     for loan in loans:
         key = units[loan.layer].kind, loan.slot
         size = layouts[loan.layer].loan_bytes
         if key not in slots or slots[key].numel() < size:
             slots[key] = torch.empty(size, dtype=torch.int8, device=device)
-    copies, residents = [], []
+    copies, residents, promises = [], [], []
     parts: list[list[UnitPart]] = []
-    for unit, layout, raw in zip(units, layouts, own, strict=True):
+    for layout, raw in zip(layouts, own, strict=True):
         views = [(each, each.view(raw)) for each in layout.places]
         parts.append([UnitPart(place.part, None, views)])
+    held: list[torch.Tensor] = []
+    for number in whole:
+        for loan in loan_plan(place.rank - place.first, place.ranks, place.parts, 1):
+            copy = peers[place.first + loan.lender].memory[number].clone()
+            held.append(copy)
+            views = [(each, each.view(copy)) for each in layouts[number].places]
+            parts[number].append(UnitPart(loan.part, None, views))
     for number, loan in enumerate(loans):
         unit, layout = units[loan.layer], layouts[loan.layer]
-        source = peers[place.first + loan.lender][loan.layer]
+        lender = place.first + loan.lender
+        source, lent = peers[lender].memory[loan.layer], peers[lender].units[loan.layer]
         slot = slots[unit.kind, loan.slot][: layout.loan_bytes]
         copies.append(LoanCopy(source[: layout.loan_bytes], slot, loan.after))
         # Small tensors keep their offsets, so both kinds of places read one layout.
         resident = source[layout.loan_bytes :].clone()
         residents.append(resident)
+        promises.append(Promise(unit.name, lender, lent.sums))
         views = [
-            (each, each.view(slot) if each.offset < layout.loan_bytes else
-             each.moved(-layout.loan_bytes).view(resident))
+            (
+                each,
+                each.view(slot)
+                if each.offset < layout.loan_bytes
+                else each.moved(-layout.loan_bytes).view(resident),
+            )
             for each in layout.places
         ]
         parts[loan.layer].append(UnitPart(loan.part, number, views))
@@ -175,24 +267,31 @@ def _borrowing(
         unit.name: BorrowedUnit(unit, tuple(of_unit))
         for unit, of_unit in zip(units, parts, strict=True)
     }
-    lent = (*slots.values(), *(each for each in residents if each.numel()))
+    ring = make_ring(copies, device)
+    prove_loans(ring, residents, promises)
+    slots_and_copies = (
+        *slots.values(),
+        *held,
+        *(each for each in residents if each.numel()),
+    )
     own_bytes = sum(layout.num_bytes for layout in layouts)
-    return Borrowing(borrowed, make_ring(copies, device), lent, own_bytes)
+    return Borrowing(borrowed, ring, slots_and_copies, own_bytes, whole_layers)
 
 
-def plan_of_units(kinds: Sequence[UnitKind], place: Place) -> tuple[Loan, ...]:
+def plan_of_units(
+    kinds: Sequence[UnitKind], place: Place, whole: Collection[int] = ()
+) -> tuple[Loan, ...]:
     """Return the loans of a step, in the order of use; `layer` is the number of a unit.
 
-    Units of one kind share slots, as they are of one size.
+    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed.
     """
     counts = Counter(kinds)
     found: list[tuple[int, int, UnitKind, Loan]] = []
     for kind, count in counts.items():
         numbers = [number for number, each in enumerate(kinds) if each is kind]
-        plan = loan_plan(place.rank - place.first, place.ranks, place.parts, count)
-        found += [
-            (numbers[loan.layer], index, kind, loan) for index, loan in enumerate(plan)
-        ]
+        held = [index for index, number in enumerate(numbers) if number in whole]
+        plan = loan_plan(place.rank - place.first, place.ranks, place.parts, count, whole=held)
+        found += [(numbers[loan.layer], index, kind, loan) for index, loan in enumerate(plan)]
     found.sort(key=lambda each: each[:2])
     number_of = {(kind, index): n for n, (_, index, kind, _) in enumerate(found)}
     return tuple(

@@ -52,6 +52,15 @@ class RankedExperts(RoutedExperts):
         return super().forward_modular(x, topk_weights, topk_ids, *rest, **named)
 
 
+@GateLinear.register_oot
+class PlainGate(GateLinear):
+    """A router's gate that keeps its weight: packed by vLLM's CPU backend, no memory holds it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cpu_skip_gemm_dispatch = True
+
+
 def is_moe(config: VllmConfig) -> bool:
     """Return whether vLLM treats the model as one with experts."""
     return bool(config.model_config.is_moe)

@@ -1,10 +1,10 @@
 """vLLM adapter: the memory of a rank's part of the weights, which its peers can read.
 
 A unit is what a rank borrows as one: the linear layers of a feed-forward network, a linear layer of
-an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in one
-piece of memory. Tensors that a borrower copies in every step come first, so one copy moves them;
-small ones, such as biases and scales, follow and are copied once. All parts of a unit have the same
-layout, whatever vLLM's loader and its kernels made of the weights.
+an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in
+one piece of memory. Tensors that a borrower copies in every step come first, so one copy moves
+them; small ones, such as biases and scales, follow and are copied once. All parts of a unit have
+the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ RESIDENT_SHARE = 64
 """Tensors below this fraction of a unit's largest one are copied once, at start-up."""
 
 Take = Callable[[int], torch.Tensor]
-"""Returns memory of so many bytes, (bytes,) int8, that peers can map."""
+"""Returns memory of a number of bytes, (bytes,) int8, that peers can map."""
 
 
 class UnitKind(StrEnum):
@@ -60,7 +60,7 @@ class TensorPlace:
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the tensor in memory with this layout, (bytes,) int8."""
-        size = _extent(self.shape, self.stride) * self.dtype.itemsize
+        size = extent_of(self.shape, self.stride) * self.dtype.itemsize
         flat = raw[self.offset : self.offset + size].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
@@ -113,7 +113,7 @@ def _kind_of(name: str, layer: nn.Module) -> UnitKind:
     )
 
 
-def _tensors_of(layer: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def tensors_of(layer: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (holder, name, tensor) of a layer's parameters, buffers and plain attributes."""
     for holder in ("_parameters", "_buffers"):
         for name, tensor in getattr(layer, holder).items():
@@ -134,7 +134,7 @@ def put_tensor(layer: nn.Module, place: TensorPlace, tensor: torch.Tensor) -> No
         setattr(layer, place.name, tensor)
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of items from the first to the last of a tensor."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
@@ -148,7 +148,7 @@ def layout_of(unit: Unit) -> UnitLayout:
     found = [
         (name, *each)
         for name, layer in unit.layers.items()
-        for each in _tensors_of(layer)
+        for each in tensors_of(layer)
         if each[2].numel()
     ]
     largest = max(tensor.nbytes for *_, tensor in found)
@@ -156,7 +156,7 @@ def layout_of(unit: Unit) -> UnitLayout:
     places, end, loan_bytes = [], 0, 0
     for layer, holder, name, tensor in found:
         shape, stride = tuple(tensor.shape), tensor.stride()
-        if _extent(shape, stride) != tensor.numel():
+        if extent_of(shape, stride) != tensor.numel():
             raise ViewError(
                 f"layer {unit.name}.{layer} has a tensor {name} with gaps in its memory, which "
                 "peers cannot borrow: use --borrow none, and please report it."
@@ -177,4 +177,3 @@ def move_in(unit: Unit, layout: UnitLayout, raw: torch.Tensor) -> None:
         there = place.view(raw)
         there.copy_(own)
         put_tensor(layer, place, there)
-

@@ -9,12 +9,17 @@ free.
 """
 
 import ctypes
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
+
+REPEATS = 3
+"""Measurements of the floor; the median counts."""
 
 
 class LoanCopyError(RuntimeError):
@@ -40,12 +45,35 @@ class LoanRing:
         self.loans = tuple(loans)
         self.step_bytes = sum(loan.slot.numel() for loan in loans)
         """Bytes that one step borrows."""
+        self.wait_s = 0.0
+        """How long computation has waited for copies; counted on CPU, where it always does."""
         self._next = 0
 
     def begin_step(self) -> None:
         """Begin to copy: after all that the current stream has launched."""
         self._next = 0
         self._copy_on(None)
+
+    def run_alone(self) -> None:
+        """Copy all loans of a step that computes nothing: its floor."""
+        self.begin_step()
+        for number in range(len(self.loans)):
+            with self.use(number):
+                pass
+
+    def floor_s(self) -> float:
+        """Return the seconds of a step's loans alone; all ranks must measure at once."""
+        samples = []
+        for _ in range(1 + REPEATS):
+            self._synchronize()
+            started = time.perf_counter()
+            self.run_alone()
+            self._synchronize()
+            samples.append(time.perf_counter() - started)
+        return median(samples[1:])
+
+    def _synchronize(self) -> None:
+        """Wait until the device has done all copies."""
 
     @contextmanager
     def use(self, number: int) -> Iterator[None]:
@@ -65,8 +93,9 @@ class LoanRing:
             self._next += 1
 
     def _copy(self, number: int) -> None:
-        loan = self.loans[number]
+        loan, started = self.loans[number], time.perf_counter()
         loan.slot.copy_(loan.source)
+        self.wait_s += time.perf_counter() - started
 
     def _wait(self, number: int) -> None:
         """Let the current stream continue only after a loan's copy."""
@@ -107,6 +136,9 @@ class DeviceRing(LoanRing):
                 "with --borrow none, and please report it."
             )
         self._copied[number].record(self._stream)
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self._stream.device)
 
     def _wait(self, number: int) -> None:
         torch.cuda.current_stream().wait_event(self._copied[number])

@@ -50,8 +50,9 @@ def prove_tree(
 ) -> int:
     """Prove a tree of a width against the replica's weights; the replica itself is of width 1.
 
-    If a rank holds one of several parts of a layer, the part serves as the replica's layer. Call it on the rank's device, with the tree's configuration as vLLM's current one.
-    It communicates nothing, so it needs no group.
+    If a rank holds one of several parts of a layer, the part serves as the replica's layer. Call it
+    on the rank's device, with the tree's configuration as vLLM's current one. It communicates
+    nothing, so it needs no group.
 
     Returns:
         The number of layers proved, one of each kind.

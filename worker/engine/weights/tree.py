@@ -69,14 +69,18 @@ def load_replica(
     and with `ffn` so are heads.
     """
     check_widths(config, shards)
-    plan = ShardPlan(
-        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
-    )
-    with building(plan):
+    with building(loading_plan(shards, parts, borrow)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
     return model
+
+
+def loading_plan(shards: int, parts: int, borrow: str) -> ShardPlan:
+    """Return the plan of the tree that `load_replica` fills; see there."""
+    return ShardPlan(
+        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
+    )
 
 
 def check_widths(config: VllmConfig, width: int) -> None:
@@ -238,9 +242,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(_storages(model).values())
 
 
-def foreign_bytes(
-    tree: nn.Module, replica: nn.Module, lent: Collection[torch.Tensor] = ()
-) -> int:
+def foreign_bytes(tree: nn.Module, replica: nn.Module, lent: Collection[torch.Tensor] = ()) -> int:
     """Return the bytes that `tree` owns outside of `replica`'s storages; 0 for a view tree.
 
     `lent` are memory that a tree has from its peers or borrows into.

@@ -1,0 +1,26 @@
+"""What a rank holds and borrows, in a few words for tables."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def hold_parts(ranks: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether any rank of the admin API's answer holds only a part of the weights."""
+    return any(rank.get("weights", {}).get("parts", 1) > 1 for rank in ranks)
+
+
+def weights_words(rank: Mapping[str, Any]) -> str:
+    """Return which part a rank holds, which layers it borrows, and its longest floor."""
+    weights = rank.get("weights")
+    if weights is None:
+        return "-"
+    if weights["parts"] == 1:
+        return "all"
+    words = [f"part {weights['part']} of {weights['parts']}"]
+    if weights["borrow"] != "none":
+        words.append(f"borrows {weights['borrow']}")
+    if weights["whole_layers"]:
+        words.append(f"{weights['whole_layers']} layers whole")
+    if weights["floor_ms"]:
+        words.append(f"steps from {max(weights['floor_ms'].values()):.1f} ms")
+    return ", ".join(words)

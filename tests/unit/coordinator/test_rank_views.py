@@ -1,0 +1,85 @@
+"""What operators see of the part of the weights that a rank holds, and of its loans."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from comm_pool.layout import Rank
+from coordinator.cli import operate
+from coordinator.cli.rank_words import weights_words
+from coordinator.model.events import RankOpened, RankReported
+from coordinator.protocol.messages.steps import WidthTimes
+from coordinator.telemetry import exposition
+from tests.transcripts.cell import Cell
+
+FLOORS = (
+    WidthTimes(1, (("dp", ((1, 68_000),)),), floor_us=(("dp", 67_500),)),
+    WidthTimes(4, (("tp", ((1, 8_000),)),), 64, floor_us=(("sp", 70_000), ("sp2tp2", 35_000))),
+)
+
+
+def views(*, parts: bool) -> list[dict[str, Any]]:
+    """Of two ranks; the first has reported its loans."""
+    cell = Cell("dp2")
+    for rank in map(Rank, range(2)):
+        hello = cell.ranks[rank].hello()
+        if parts:
+            hello = replace(
+                hello, part=rank, parts=2, borrow="ffn", whole_layers=3, step_times=FLOORS
+            )
+        cell.event(RankOpened(hello))
+    report = cell.ranks[Rank(0)].report(0)
+    loans = (("borrowed_bytes", 5 << 30), ("loan_wait_us", 1_500)) if parts else ()
+    cell.event(RankReported(Rank(0), replace(report, gauges=loans)))
+    view: Any = cell.core.ranks_view(cell.now_ms)
+    ranks: list[dict[str, Any]] = view["ranks"]
+    return ranks
+
+
+def test_the_ranks_view_names_part_loans_and_floors() -> None:
+    first, second = views(parts=True)
+    assert first["weights"] == {
+        "part": 0,
+        "parts": 2,
+        "borrow": "ffn",
+        "whole_layers": 3,
+        "floor_ms": {"dp1": 67.5, "sp4": 70.0, "sp2tp2": 35.0},
+    }
+    assert second["weights"]["part"] == 1
+    assert views(parts=False)[0]["weights"] == {
+        "part": 0,
+        "parts": 1,
+        "borrow": "none",
+        "whole_layers": 0,
+        "floor_ms": {},
+    }
+
+
+def test_status_has_a_column_only_where_ranks_hold_parts() -> None:
+    shown = operate._ranks_table(views(parts=True))
+    assert "part 1 of 2, borrows ffn, 3 layers whole, steps from 70.0 ms" in shown
+    assert "weights" in shown.splitlines()[0]
+    assert "weights" not in operate._ranks_table(views(parts=False))
+
+
+def test_the_words_for_what_a_rank_holds() -> None:
+    assert weights_words({}) == "-"
+    assert weights_words(views(parts=False)[0]) == "all"
+    alone = {"part": 1, "parts": 4, "borrow": "none", "whole_layers": 0, "floor_ms": {}}
+    assert weights_words({"weights": alone}) == "part 1 of 4"
+
+
+def test_metrics_of_loans_exist_for_every_rank() -> None:
+    def samples(*, parts: bool) -> dict[str, list[float]]:
+        families = exposition.rank_metrics(views(parts=parts))
+        return {each.name: [sample.value for sample in each.samples] for each in families}
+
+    found, plain = samples(parts=True), samples(parts=False)
+    for name, values in {
+        "aileron_borrowed_bytes": [float(5 << 30), 0.0],
+        "aileron_loan_wait_seconds": [0.0015, 0.0],
+        "aileron_step_floor_seconds": [0.07, 0.07],
+        "aileron_whole_layers": [3.0, 3.0],
+    }.items():
+        assert found[name] == values
+        assert plain[name] == [0.0, 0.0]

@@ -1,0 +1,172 @@
+"""A part of the weights that a rank leaves in its cell's memory, and the next process finds."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
+from comm_pool.layout import Mode
+from tests.harness.vllm.trees import CPU, tree_process, write_and_name
+from worker.engine.config import ModeKey, mode_config
+from worker.engine.weights.manifest import PartManifest
+from worker.engine.weights.part_finder import find_part
+from worker.engine.weights.part_memory import tensors_of, units_of
+from worker.engine.weights.part_store import rest_memory, store_part, unit_memory
+from worker.engine.weights.selftest import prove_tree
+from worker.engine.weights.tree import load_replica, loading_plan, unbound_tensor, weight_bytes
+
+RANKS = PARTS = 2
+KINDS = ("plain", "fp8", "fp8-static", "channel", "moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("parts")
+    for kind in KINDS[:-1]:
+        write_and_name(folder / kind, kind)
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
+    with tree_process(folder):
+        # vLLM makes this group for a model with experts alone, and the process began with another.
+        parallel_state._EP = parallel_state._TP
+        try:
+            yield folder
+        finally:
+            parallel_state._EP = None
+
+
+@pytest.fixture
+def memory() -> Iterator[CellMemory]:
+    made = cell_memory(RANKS, (1, 2), ())
+    yield made
+    made.close()
+
+
+@contextmanager
+def rank_of_parts(model: Path, rank: int) -> Iterator[VllmConfig]:
+    """This process as one of the ranks, with a configuration of its own."""
+    base = AsyncEngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        max_model_len=256,
+        block_size=32,
+        kv_cache_memory_bytes=1 << 24,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    config = mode_config(base, ModeKey(Mode.TP, PARTS))
+    whole = parallel_state._TP
+    parallel_state._TP = SimpleNamespace(world_size=PARTS, rank_in_group=rank)
+    try:
+        with set_current_vllm_config(config):
+            yield config
+    finally:
+        parallel_state._TP = whole
+
+
+def prove(part: nn.Module, rank: int) -> int:
+    return prove_tree(part, part, width=PARTS, rank_in_group=rank, device=CPU, shards=RANKS)
+
+
+def load_and_store(model: Path, memory: CellMemory, borrow: str, rank: int = 1) -> nn.Module:
+    with rank_of_parts(model, rank) as config:
+        part = load_replica(config, RANKS, PARTS, borrow)
+        store_part(part, list(units_of(part)), memory, rank)
+        prove(part, rank)
+    return part
+
+
+def find(model: Path, memory: CellMemory, borrow: str, rank: int = 1) -> nn.Module | None:
+    with rank_of_parts(model, rank) as config:
+        found = find_part(config, loading_plan(RANKS, PARTS, borrow), memory, rank)
+        if found is not None:
+            prove(found[0], rank)
+    return None if found is None else found[0]
+
+
+def tensors(part: nn.Module) -> dict[tuple[str, str, str], torch.Tensor]:
+    return {
+        (path, holder, name): tensor
+        for path, module in part.named_modules()
+        for holder, name, tensor in tensors_of(module)
+    }
+
+
+@pytest.mark.parametrize("borrow", ["ffn", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_process_finds_every_tensor(
+    kind: str, borrow: str, folder: Path, memory: CellMemory
+) -> None:
+    loaded = load_and_store(folder / kind, memory, borrow)
+    stored, num_bytes = tensors(loaded), weight_bytes(loaded)
+    found = find(folder / kind, memory, borrow)
+    assert found is not None
+    assert unbound_tensor(found) is None
+    again = tensors(found)
+    assert stored.keys() == again.keys()
+    for place, tensor in stored.items():
+        assert again[place].dtype == tensor.dtype, place
+        assert again[place].stride() == tensor.stride(), place
+        bytes_of = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, again[place])]
+        assert torch.equal(*bytes_of), place
+    assert weight_bytes(found) == num_bytes
+    assert dict(loaded.named_parameters()).keys() == dict(found.named_parameters()).keys()
+
+
+def test_tied_layers_stay_tied(folder: Path, memory: CellMemory) -> None:
+    load_and_store(folder / "moe", memory, "ffn")
+    found = find(folder / "moe", memory, "ffn")
+    assert found is not None
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+def test_nothing_is_found_before_all_is_stored(folder: Path, memory: CellMemory) -> None:
+    assert find(folder / "plain", memory, "ffn") is None
+    load_and_store(folder / "plain", memory, "ffn")
+    content = memory.get(manifest_name(1))
+    memory.put(manifest_name(1), content[: len(content) // 2])
+    assert find(folder / "plain", memory, "ffn") is None, "the rank has ended while it wrote"
+    PartManifest.withdraw(memory, 1)
+    assert find(folder / "plain", memory, "ffn") is None
+    load_and_store(folder / "plain", memory, "ffn")
+    assert find(folder / "plain", memory, "ffn") is not None
+
+
+@pytest.mark.parametrize("where", ["unit", "rest"])
+def test_a_part_that_has_changed_is_loaded_again(
+    where: str, folder: Path, memory: CellMemory
+) -> None:
+    load_and_store(folder / "plain", memory, "all")
+    manifest = PartManifest.load(memory, 1)
+    assert manifest is not None
+    if where == "unit":
+        raw = unit_memory(memory, 1, manifest.layouts, is_own=True)[-1]
+    else:
+        raw = rest_memory(memory, 1, manifest.rest_bytes)
+    raw[len(raw) // 2] ^= 1
+    assert find(folder / "plain", memory, "all") is None
