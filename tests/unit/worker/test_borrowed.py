@@ -156,6 +156,20 @@ def test_quantized_units_in_parts_give_what_whole_ones_give(
             compare(trees, shared, rank, error_max=error_max)
 
 
+@pytest.mark.parametrize("whole_layers", [1, 2])
+def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_layers: int) -> None:
+    """Of one whole layer it is the first; their parts lie where the rank has copied them."""
+    shared = SharedParts(trees, RANKS, 4, "all", whole_layers)
+    for rank in range(RANKS):
+        compare(trees, shared, rank)
+        own = shared.borrowings[rank]
+        assert own.whole_layers == whole_layers
+        assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
+        for name, unit in own.units.items():
+            is_whole = int(name.split(".")[2]) < whole_layers
+            assert all((part.loan is None) == is_whole for part in unit.parts[1:]), name
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_biases_of_all_parts_together_count_once(biased: Trees, parts: int) -> None:
     shared = SharedParts(biased, RANKS, parts, "all")
