@@ -31,7 +31,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "alone-of-four": {**QUARTERS, "alone": 2, "runs": ("dp",)},
     "pair": {**HALVES_OF_TWO, "runs": ("sp", "random-1")},
     "halves": {"ranks": 4, "parts": 2, **MIXED, "runs": ("random-1",)},
-    "quarters": {**QUARTERS, "runs": ("sp", "random-1")},
+    "quarters": {**QUARTERS, "runs": ("random-1",)},
 }
 DAILY = {
     ("demo", "alone-of-two", "ffn"),

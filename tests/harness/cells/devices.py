@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from coordinator.protocol.nccl import can_share, nccl_version
+
 BOTH = (
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cpu", marks=pytest.mark.chaos),
@@ -15,9 +17,15 @@ CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 
 
 def ranks_per_device(ranks: int) -> int:
-    """1 where each rank can have a device of its own, and on machines without any."""
+    """1 where each rank can have a device of its own, and on machines without any.
+
+    The test is skipped where ranks would have to share a device and NCCL cannot.
+    """
     found: int = torch.cuda.device_count()
-    return -(-ranks // found) if found else 1
+    shared = -(-ranks // found) if found else 1
+    if shared > 1 and not can_share(nccl := nccl_version() or "0"):
+        pytest.skip(f"{ranks} ranks need as many GPUs, or NCCL 2.30 to share {found}; not {nccl}")
+    return shared
 
 
 def limits(ranks: int) -> dict[str, int]:

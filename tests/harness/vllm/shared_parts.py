@@ -1,17 +1,18 @@
 """All ranks that share out the parts of a tiny model's weights, in the test's own process.
 
-Each loads its part and shares it as in a cell, one after the other: the memory that peers map is
-here a byte array by name, and a rank that has filled its own lets the next one begin.
+Each loads its part and shares it as in a cell, one after the other: a rank that has filled its
+memory lets the next one begin.
 """
 
+import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from comm_pool.cpu.cell_memory import cell_memory, weights_name
 from comm_pool.layout import Mode
 from comm_pool.loans import part_of
 from tests.harness.vllm.trees import CPU, HIDDEN, Trees
@@ -24,21 +25,6 @@ EXPERTS = 8
 """Of the tiny models that have some."""
 
 
-class Memory:
-    """Stands in for the cell's memory."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[str, bytearray] = {}
-
-    def map(self, name: str, size: int, *, is_own: bool) -> bytearray:
-        """Only its owner makes a piece."""
-        assert is_own != (name in self.pieces)
-        if is_own:
-            self.pieces[name] = bytearray(size)
-        assert len(self.pieces[name]) == size
-        return self.pieces[name]
-
-
 @dataclass
 class SharedParts:
     """What the ranks have after their start."""
@@ -47,9 +33,10 @@ class SharedParts:
     ranks: int
     parts: int
     borrow: str
+    whole_layers: int = 0
 
     def __post_init__(self) -> None:
-        self.memory: Any = Memory()
+        self.memory = cell_memory(self.ranks, {1, self.ranks}, ())
         self.loaded = [
             self.trees.part(self.parts, part_of(rank, self.ranks, self.parts), self.borrow)
             for rank in range(self.ranks)
@@ -69,6 +56,7 @@ class SharedParts:
             memory=self.memory,
             cpu_group=None,
             meet=meet,
+            whole_layers=self.whole_layers,
         )
 
     def tree(self, rank: int) -> nn.Module:
@@ -79,9 +67,14 @@ class SharedParts:
                 config, self.loaded[rank], own.units, own.ring, shards=self.trees.shards
             )
 
-    def bits(self) -> dict[str, bytes]:
-        """All that ranks lend."""
-        return {name: bytes(piece) for name, piece in self.memory.pieces.items()}
+    def bits(self) -> list[bytes]:
+        """All that each rank lends."""
+        names = [weights_name(rank) for rank in range(self.ranks)]
+        sizes = [os.fstat(self.memory._files[name]).st_size for name in names]
+        return [
+            bytes(self.memory.map(name, size, is_own=False))
+            for name, size in zip(names, sizes, strict=True)
+        ]
 
 
 def outputs(

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from vllm.distributed import parallel_state
 
 from comm_pool.loans import loan_plan
@@ -52,6 +52,29 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def trees(process: Path) -> Trees:
     """A Qwen2 of two layers, whose qkv has biases."""
     return Trees(write(process / "plain"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def biased(process: Path) -> Trees:
+    """A Llama whose layers all have biases: those of row-parallel layers count once."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=512,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter)
+    model.save_pretrained(process / "biased")
+    return Trees(process / "biased", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +154,27 @@ def test_quantized_units_in_parts_give_what_whole_ones_give(
         shared = SharedParts(trees, RANKS, parts, "all")
         for rank in range(RANKS):
             compare(trees, shared, rank, error_max=error_max)
+
+
+@pytest.mark.parametrize("whole_layers", [1, 2])
+def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_layers: int) -> None:
+    """Of one whole layer it is the first; their parts lie where the rank has copied them."""
+    shared = SharedParts(trees, RANKS, 4, "all", whole_layers)
+    for rank in range(RANKS):
+        compare(trees, shared, rank)
+        own = shared.borrowings[rank]
+        assert own.whole_layers == whole_layers
+        assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
+        for name, unit in own.units.items():
+            is_whole = int(name.split(".")[2]) < whole_layers
+            assert all((part.loan is None) == is_whole for part in unit.parts[1:]), name
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_biases_of_all_parts_together_count_once(biased: Trees, parts: int) -> None:
+    shared = SharedParts(biased, RANKS, parts, "all")
+    for rank in range(RANKS):
+        compare(biased, shared, rank)
 
 
 @pytest.mark.parametrize("borrow", ["ffn", "all"])

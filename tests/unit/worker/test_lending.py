@@ -48,6 +48,14 @@ def test_layers_of_different_kinds_need_not_take_turns() -> None:
     ]
 
 
+def test_units_of_whole_layers_have_no_loans_and_take_no_slot() -> None:
+    plan = plan_of_units(LAYER * 4, Place(rank=0, first=0, ranks=2, parts=2), {3, 4, 5})
+    assert [loan.layer for loan in plan] == [0, 1, 2, *range(6, 12)]
+    assert [loan.slot for loan in plan] == [0] * 3 + [1] * 3 + [0] * 3
+    assert [loan.after for loan in plan] == [None] * 6 + [0, 1, 2]
+    assert plan_of_units(LAYER, Place(rank=0, first=0, ranks=2, parts=2), {0, 1, 2}) == ()
+
+
 def test_a_place_knows_its_part() -> None:
     assert [Place(rank, 4, 4, 2).part for rank in range(4, 8)] == [0, 0, 1, 1]
     assert [Place(rank, 0, 4, 4).part for rank in range(4)] == [0, 1, 2, 3]
@@ -76,16 +84,16 @@ def with_own_slots(plan: tuple[Loan, ...], kinds: list[UnitKind]) -> tuple[Loan,
     )
 
 
-@given(places(), st.lists(st.sampled_from([*UnitKind]), max_size=12))
+@given(places(), st.lists(st.sampled_from([*UnitKind]), max_size=12), st.sets(st.integers(0, 11)))
 @settings(deadline=None)
 def test_each_unit_has_the_parts_that_the_rank_lacks_and_slots_come_round_in_time(
-    place: Place, kinds: list[UnitKind]
+    place: Place, kinds: list[UnitKind], whole: set[int]
 ) -> None:
-    plan = plan_of_units(kinds, place)
+    plan = plan_of_units(kinds, place, whole)
     number = place.rank - place.first
     lacking = order_of(number, place.ranks, place.parts)[1:]
     assert [(loan.layer, loan.part) for loan in plan] == [
-        (unit, part) for unit in range(len(kinds)) for part in lacking
+        (unit, part) for unit in range(len(kinds)) if unit not in whole for part in lacking
     ]
     last: dict[tuple[UnitKind, int], int] = {}
     for at, loan in enumerate(plan):

@@ -154,6 +154,34 @@ def test_a_loan_whose_use_failed_frees_no_slot() -> None:
     assert ring.events == [("copy", 0), ("use", 0)]
 
 
+def test_the_floor_is_that_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of three, after one that does not count; a clock of its own."""
+    ring = RecordedRing(loan_plan(0, 2, 2, 3, slots=1))
+    took = iter([100, 5, 1, 3])
+    now = 0.0
+
+    def run_alone() -> None:
+        nonlocal now
+        LoanRing.run_alone(ring)
+        now += next(took)
+
+    monkeypatch.setattr(ring, "run_alone", run_alone)
+    monkeypatch.setattr("worker.engine.weights.ring.time.perf_counter", lambda: now)
+    assert ring.floor_s() == 3
+    assert next(took, None) is None
+    assert len(ring.events) == 4 * 6
+    run_step(ring)
+
+
+def test_copies_on_cpu_are_what_computation_waits_for() -> None:
+    ring = RecordedRing(loan_plan(0, 2, 2, 3, slots=1))
+    assert ring.wait_s == 0
+    run_step(ring)
+    once = ring.wait_s
+    run_step(ring)
+    assert 0 < once < ring.wait_s
+
+
 def test_a_step_borrows_the_bytes_of_all_its_loans() -> None:
     assert RecordedRing(loan_plan(0, 4, 4, 2, slots=2)).step_bytes == 6 * BYTES
     empty: list[Any] = []
