@@ -83,10 +83,12 @@ def test_large_tensors_come_first_and_small_ones_are_copied_once() -> None:
 
 @pytest.mark.parametrize(("more", "is_loan"), [(0, True), (-1, False)])
 def test_a_tensor_is_small_below_a_share_of_the_largest(more: int, is_loan: bool) -> None:
-    other = torch.zeros(LARGE // RESIDENT_SHARE + more)
-    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(LARGE), other=other)))
-    assert (layout.loan_bytes == layout.num_bytes) == is_loan
-    assert (layout.loan_bytes > 4 * LARGE) == is_loan
+    weight, bias = torch.zeros(LARGE), torch.zeros(1)
+    edge = torch.zeros(LARGE // RESIDENT_SHARE + more)
+    layout = layout_of(unit_of(one=layer_of(bias=bias, edge=edge, weight=weight)))
+    order = ["edge", "weight", "bias"] if is_loan else ["weight", "bias", "edge"]
+    assert [place.name for place in layout.places] == order
+    assert layout.loan_bytes == 4 * LARGE + (edge.nbytes if is_loan else 0)
 
 
 def test_each_tensor_is_aligned_and_none_overlaps() -> None:
