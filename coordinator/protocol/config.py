@@ -65,10 +65,10 @@ class CellConfig(_Frozen):
     """
     borrow: Literal["none", "ffn", "all"] = "ffn"
     """Layers that ranks hold in parts if `weight_parts` is above 1, and read from each other during
-    a step: `ffn` are feed-forward layers and experts, `all` are all linear layers. With `none`
+    a step: `ffn` are feed-forward layers and experts, `all` are those of attention too. With `none`
     ranks hold parts of all layers and read nothing, so only the widest groups serve."""
     whole_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
-    """Layers whose feed-forward part every rank holds whole, which makes small steps faster and
+    """Layers of which every rank holds all parts, which makes small steps faster and
     leaves less memory for KV; `auto` takes the fewest with which a step can meet the tightest
     `tpot_ms` of a tier other than batch."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
@@ -321,6 +321,13 @@ class Config(_Frozen):
                     "cell.widths) hold one copy of the weights together and borrow from each "
                     f"other, so use a multiple of {widest}, or narrower groups."
                 )
+            between = [group for group in layout.groups if 1 < group.width < widest]
+            if between:
+                raise ValueError(
+                    f"cell.layout {self.cell.layout}: ranks with parts of the weights serve alone "
+                    f"or in groups that are {widest} wide, not in {between[0].name}: use dp or "
+                    f"tp{widest}, or leave out --weight-parts."
+                )
             return
         if any(group.width != widest for group in layout.groups):
             raise ValueError(
@@ -375,6 +382,11 @@ class Config(_Frozen):
                     "cell.widths (--widths), or leave it out."
                 )
             named.add(mixed)
+        if (coarse := next((each for each in sorted(named) if each.tp % parts), None)) is not None:
+            raise ValueError(
+                f"{coarse} computes with {coarse.tp} parts of the weights, and ranks hold one of "
+                f"{parts}: use mixed shapes whose tp is a multiple of cell.weight_parts."
+            )
         return tuple(sorted(named))
 
     @property

@@ -12,6 +12,7 @@ import psutil
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from comm_pool.layout import StepMode
+from worker.engine.weights.lenders import check_lenders
 from worker.engine.weights.ring import LoanRing
 
 
@@ -55,12 +56,19 @@ class LoanCounts:
     modes: frozenset[StepMode]
     """The modes whose steps borrow."""
     whole_layers: int = 0
+    lenders: tuple[int, ...] = ()
+    """The processes whose memory ends with them; none on CPU."""
     bytes_borrowed: int = 0
 
     def count(self, mode: StepMode) -> None:
         """Count a step in a mode."""
         if mode in self.modes:
             self.bytes_borrowed += self.ring.step_bytes
+
+    def check(self, mode: StepMode) -> None:
+        """Raise `LenderLostError` if a finished step in a mode may have read lost memory."""
+        if mode in self.modes:
+            check_lenders(self.lenders)
 
     @property
     def wait_s(self) -> float:

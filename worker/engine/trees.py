@@ -81,7 +81,9 @@ class TreeBuilder:
         if self.borrowing is None:
             return None
         modes: frozenset[StepMode] = frozenset({Mode.DP, Mode.SP})
-        return LoanCounts(self.borrowing.ring, modes, self.borrowing.whole_layers)
+        return LoanCounts(
+            self.borrowing.ring, modes, self.borrowing.whole_layers, self.borrowing.lenders
+        )
 
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.

@@ -344,7 +344,8 @@ class Launcher:
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
         stuck = self._restarts.waits_for(rank) if code else []
         delay_s = None
-        if self._is_renewing or code == 0 or self._is_stopping or cannot_start:
+        leaves_alone = code == 0 and not self._restarts.falls_together
+        if self._is_renewing or leaves_alone or self._is_stopping or cannot_start:
             self._restarts.record_end(rank)
         else:
             delay_s = self._restarts.exited(rank, time.monotonic())

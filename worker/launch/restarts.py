@@ -81,6 +81,11 @@ class Restarts:
         self._is_prepared = True
 
     @property
+    def falls_together(self) -> bool:
+        """Whether the ranks of a block cannot serve without each other."""
+        return self._block > 1
+
+    @property
     def all_were_ready(self) -> bool:
         """Whether each rank could serve at some time."""
         return len(self._were_ready) == self._world

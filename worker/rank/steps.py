@@ -299,6 +299,8 @@ class Steps:
         # have migrated with its KV.
         if not self._counts(step):
             raise PeerLostError(step.formation)
+        if step.mode.loans is not None:
+            step.mode.loans.check(step.plan.mode)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
         floor_us = step.mode.times.floor_us.get(step.plan.mode, 0)

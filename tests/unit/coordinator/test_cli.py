@@ -176,8 +176,8 @@ def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
     assert [str(each) for each in config.mixed_groups()] == wanted
 
 
-@pytest.mark.parametrize("layout", ["dp4", "sp4", "shift4", "tp2+dp2", "tp4"])
-def test_ranks_that_borrow_begin_in_any_layout(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["dp4", "sp4", "shift4", "shift2tp2", "tp4"])
+def test_ranks_that_borrow_begin_alone_or_in_the_widest_groups(layout: str) -> None:
     arguments = ("--ranks", "4", "--weight-parts", "2", "--layout", layout)
     config = build(*arguments, "--policy", "adaptive", "--whole-layers", "2")
     assert config.cell.layout == layout
@@ -198,6 +198,11 @@ def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (
+            ("--weight-parts", "2", "--ranks", "4", "--layout", "tp2+dp2"),
+            "serve alone or in groups",
+        ),
+        (("--weight-parts", "4", "--ranks", "4", "--layout", "sp2tp2"), "a multiple of"),
         (("--weight-parts", "3"), "a power of two"),
         (("--weight-parts", "8"), "a power of two up to the widest group"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),

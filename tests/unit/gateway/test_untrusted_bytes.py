@@ -22,6 +22,7 @@ UNPICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "jo
 OWN_MEMORY = {
     "comm_pool/cpu/step_ring.py",
     "worker/engine/startup_cache.py",
+    "worker/engine/weights/manifest.py",
     "worker/rank/migration/migration.py",
     "worker/rank/migration/plan_ahead.py",
 }

@@ -4,12 +4,13 @@ Each rank moves its units into memory that its peers map once, at start-up. From
 anybody: weights do not change, and a lender does not notice that it lends.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import structlog
 import torch
@@ -19,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.loans import Loan, fewest_whole_layers, loan_plan, part_of, spread_whole
-from kvadaptor.transfer.peers import allocate, export_handle, open_peer
+from kvadaptor.transfer.peers import PeerMappingError, allocate, export_handle, open_peer
 from worker.engine.weights.borrowed import BorrowedUnit, UnitPart
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.loan_proof import Promise, prove_copies, prove_loans
@@ -43,6 +44,8 @@ from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
@@ -54,6 +57,8 @@ class Borrowing:
     """The slots of the ring, and copies of peers' small tensors."""
     own_bytes: int
     """Bytes of the rank's part in memory that its peers read."""
+    lenders: tuple[int, ...] = ()
+    """The processes that the peers' memory ends with."""
     whole_layers: int = 0
     """Layers of which the rank holds all parts, and borrows none."""
 
@@ -121,9 +126,11 @@ def share_parts(
         peers = _stored_parts(memory, place)
     else:
         layouts = tuple(layout_of(unit) for unit in units)
-        own = [allocate(layout.num_bytes, device) for layout in layouts]
-        for unit, layout, raw in zip(units, layouts, own, strict=True):
-            move_in(unit, layout, raw)
+        own = []
+        for unit, layout in zip(units, layouts, strict=True):
+            # One after the other: at most one unit is in memory twice.
+            own.append(allocate(layout.num_bytes, device))
+            move_in(unit, layout, own[-1])
         described = describe_units(units, layouts, own)
         meet()
         peers = _open_parts(own, described, place, device, cpu_group)
@@ -168,6 +175,8 @@ class _Peer:
 
     units: Sequence[LentUnit]
     memory: Memory
+    pid: int | None = None
+    """The process that the memory ends with; None if it outlives it."""
 
 
 def _stored_parts(memory: CellMemory, place: Place) -> dict[int, _Peer]:
@@ -192,14 +201,41 @@ def _open_parts(
     cpu_group: Any,
 ) -> dict[int, _Peer]:
     """Exchange handles of all units and map those of the peers; a collective."""
-    handles = [export_handle(raw) for raw in own]
+    everyone = _everyone(
+        _attempt(lambda: (place.rank, described, os.getpid(), [export_handle(raw) for raw in own])),
+        cpu_group,
+    )
+    peers = _attempt(
+        lambda: {
+            rank: _Peer(units, [open_peer(handle, device) for handle in theirs], pid)
+            for rank, units, pid, theirs in everyone
+            if rank in place.peers
+        }
+    )
+    # Also keeps a rank from ending before the others have opened its memory.
+    _everyone(peers if isinstance(peers, str) else None, cpu_group)
+    assert not isinstance(peers, str), "some rank has said why not."
+    return peers
+
+
+def _attempt(action: Callable[[], T]) -> T | str:
+    """Return an action's result, or why it failed: a rank that raised would keep others waiting."""
+    try:
+        return action()
+    except (PeerMappingError, OSError, RuntimeError) as error:
+        return str(error)
+
+
+def _everyone(own: Any, cpu_group: Any) -> list[Any]:
+    """Gather a value of each rank; raises `ViewError` for all if one has a reason instead."""
     everyone: list[Any] = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(everyone, (place.rank, described, handles), group=cpu_group)
-    return {
-        rank: _Peer(units, [open_peer(handle, device) for handle in theirs])
-        for rank, units, theirs in everyone
-        if rank in place.peers
-    }
+    dist.all_gather_object(everyone, own, group=cpu_group)
+    if (reason := next((each for each in everyone if isinstance(each, str)), None)) is not None:
+        raise ViewError(
+            f"ranks cannot read each other's weights ({reason}): use devices with peer access, or "
+            "--borrow none."
+        )
+    return everyone
 
 
 def _check_same(rank: int, theirs: Sequence[LentUnit], own: Sequence[LentUnit]) -> None:
@@ -271,7 +307,8 @@ def _borrowing(
         *(each for each in residents if each.numel()),
     )
     own_bytes = sum(layout.num_bytes for layout in layouts)
-    return Borrowing(borrowed, ring, slots_and_copies, own_bytes, whole_layers)
+    lenders = tuple(peer.pid for peer in peers.values() if peer.pid is not None)
+    return Borrowing(borrowed, ring, slots_and_copies, own_bytes, lenders, whole_layers)
 
 
 def _copy_whole(

@@ -47,12 +47,15 @@ class LoanRing:
         """Bytes that one step borrows."""
         self.wait_s = 0.0
         """How long computation has waited for copies; counted on CPU, where it always does."""
-        self._next = 0
+        self._next, self._uses = 0, 0
 
     def begin_step(self) -> None:
         """Begin to copy: after all that the current stream has launched."""
-        self._next = 0
+        self._next, self._uses = 0, 0
         self._copy_on(None)
+
+    def abort_step(self) -> None:
+        """Let later work wait for the copies of a step that has ended before their uses."""
 
     def run_alone(self) -> None:
         """Copy all loans of a step that computes nothing: its floor."""
@@ -77,7 +80,12 @@ class LoanRing:
 
     @contextmanager
     def use(self, number: int) -> Iterator[None]:
-        """Compute with a loan inside; afterwards its slot may be written again."""
+        """Compute with a loan inside; afterwards its slot may be written again.
+
+        Loans are used in their order, each once: in any other, a slot would hold another loan.
+        """
+        assert number == self._uses < self._next, "a loan is used out of turn."
+        self._uses += 1
         self._wait(number)
         yield
         self._end_use(number)
@@ -117,8 +125,13 @@ class DeviceRing(LoanRing):
     def begin_step(self) -> None:
         """See `LoanRing`."""
         # The fork: copies of the step before have all been awaited by its uses.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self.loans:
+            self._stream.wait_stream(torch.cuda.current_stream())
         super().begin_step()
+
+    def abort_step(self) -> None:
+        """See `LoanRing`."""
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _copy(self, number: int) -> None:
         loan = self.loans[number]

@@ -1,0 +1,105 @@
+"""A cell of two ranks with halves of the weights serves every layout, and borrowers go on alone.
+
+Sixteen streams cross fifty switches between layouts by chance, and a lender is killed under
+sixteen streams in dp; fp32, so that tokens must be identical.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import (
+    HASTY,
+    SOON,
+    back,
+    begun,
+    kill,
+    pids_of,
+    submit,
+    tell_pauses,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+LAYOUTS = ("dp2", "tp2", "sp2", "shift2")
+SWITCHES = 50
+TOKENS = 600
+PAUSE_MAX_S = 0.2
+"""Longest pause of a stream whose own rank lives, when a lender is killed."""
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    """Two ranks that each hold half of the feed-forward layers."""
+    with bare_cell(
+        tmp_path_factory.mktemp("borrowed"),
+        ranks=2,
+        engine_args=["--dtype", "float32", "--max-model-len", "1024"],
+        limits={**SOON, "weight_parts": 2, "layout": "tp2"},
+        **HASTY,
+    ) as up:
+        yield up
+
+
+def sixteen(client: TaskClient, tag: str) -> list[str]:
+    """Ask for the same eight streams twice."""
+    return [name for half in "ab" for name in submit(client, f"{tag}-{half}", TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def expected(cell: BareCell) -> list[list[int]]:
+    """What the streams generate undisturbed."""
+
+    async def calm() -> list[list[int]]:
+        client = TaskClient()
+        async with client.connected(cell):
+            return tokens_of(await client.finish(*sixteen(client, "calm")))
+
+    return asyncio.run(calm())
+
+
+async def test_streams_are_exact_over_random_switches(
+    cell: BareCell, expected: list[list[int]]
+) -> None:
+    """Nothing is computed again, and every layout has served."""
+    draw, layout, visits = random.Random(29), "tp2", set[str]()
+    client = TaskClient()
+    async with client.connected(cell):
+        names = sixteen(client, "switched")
+        await begun(client, names)
+        for _ in range(SWITCHES):
+            layout = draw.choice([each for each in LAYOUTS if each != layout])
+            visits.add(layout)
+            await asyncio.to_thread(cell.switch, layout, "reshard")
+        assert not all(client.streams[name].finished for name in names), "the streams are too short"
+        streams = await client.finish(*names)
+    assert tokens_of(streams) == expected
+    assert visits == set(LAYOUTS)
+    records = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
+    assert len(records) == SWITCHES
+    assert sum(record["tasks"]["recompute"] for record in records) == 0
+    totals = [rank["gauges"]["borrowed_bytes"] for rank in cell.get("/admin/ranks")["ranks"]]
+    assert all(total > 0 for total in totals), totals
+
+
+async def test_who_borrows_from_a_killed_rank_does_not_notice(
+    cell: BareCell, expected: list[list[int]]
+) -> None:
+    await asyncio.to_thread(cell.switch, "dp2", "recompute")
+    before, client = pids_of(cell), TaskClient()
+    async with client.connected(cell):
+        names = sixteen(client, "killed")
+        await begun(client, names)
+        await asyncio.to_thread(kill, cell, 1, before[1])
+        streams = await client.finish(*names)
+    tell_pauses("all streams", streams)
+    undisturbed = [stream for stream in streams if not stream.resumed]
+    assert 0 < len(undisturbed) < len(streams)
+    assert tell_pauses("streams of the borrower", undisturbed) <= PAUSE_MAX_S
+    assert tokens_of(streams) == expected
+    back(cell, "rank 1")
+    assert pids_of(cell)[0] == before[0]
