@@ -67,6 +67,7 @@ class PreparedMode:
         self.key = SimpleNamespace(width=width)
         self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
         self.scheduler = Scheduler(name)
+        self.loans = None
         self.results: list[Result] = []
         self.computed = 0
 

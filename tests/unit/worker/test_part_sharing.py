@@ -99,6 +99,7 @@ def test_ranks_exchange_handles_and_checksums(model: Path, monkeypatch: pytest.M
         everyone[group] = own
         together.wait(60)
         into[:] = [everyone[rank] for rank in range(PARTS)]
+        together.wait(60)  # Nobody says the next before all have read this.
 
     monkeypatch.setattr(dist, "get_world_size", lambda _: PARTS)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
