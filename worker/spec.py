@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from comm_pool import loans
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
@@ -70,7 +71,7 @@ def modes_widths(spec: RankSpec) -> tuple[int, ...]:
 
 def part_of(spec: RankSpec) -> int:
     """Return the part of the weights that the rank holds: neighbours hold the same one."""
-    return spec.rank % spec.widest // (spec.widest // spec.parts)
+    return loans.part_of(spec.rank % spec.widest, spec.widest, spec.parts)
 
 
 def rank_spec(

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from comm_pool.layout import Group, Rank
+from comm_pool.loans import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class WeightParts:
 
     def part_of(self, rank: Rank) -> int:
         """Return the part that the rank holds."""
-        return rank % self.width // (self.width // self.count)
+        return part_of(rank % self.width, self.width, self.count)
 
     def sharing_with(self, rank: Rank) -> tuple[Rank, ...]:
         """Return the ranks that hold all parts together, with this one among them."""

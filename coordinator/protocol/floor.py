@@ -1,10 +1,8 @@
-"""How long loans may make a step, and how many whole layers that takes. Pure.
+"""How long loans may make a step. Pure.
 
 A step that borrows takes at least as long as its loans over the link: its floor. Layers that every
 rank holds whole need no loans, but take memory from KV.
 """
-
-import math
 
 from coordinator.protocol.policy_config import SloConfig
 
@@ -19,16 +17,3 @@ def floor_goal_s(slo: SloConfig) -> float | None:
     """
     goals_ms = [each.tpot_ms for each in (slo.interactive, slo.standard) if each.tpot_ms]
     return min(goals_ms) / 1e3 / STEPS_MIX if goals_ms else None
-
-
-def fewest_whole_layers(
-    layers: int, layer_bytes: int, bytes_per_s: float, goal_s: float | None
-) -> int:
-    """Return the fewest whole layers of `layers` with which the floor is at most `goal_s` seconds.
-
-    A step borrows `layer_bytes` for each other layer, over a link of `bytes_per_s`.
-    """
-    if goal_s is None or layer_bytes == 0:
-        return 0
-    borrowed = math.floor(goal_s * bytes_per_s / layer_bytes)
-    return max(0, layers - borrowed)

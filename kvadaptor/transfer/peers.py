@@ -272,22 +272,22 @@ def map_peers(raw: torch.Tensor, cpu_group: Any) -> PeerMap:
     Either every rank gets all memory, or every rank gets the same refusal.
     """
     own = dist.get_rank(cpu_group)
-    offers = _gather(_attempt(lambda: export_handle(raw)), cpu_group)
-    refusal = _refusal(offers)
+    offers = gather_all(attempt(lambda: export_handle(raw)), cpu_group)
+    refusal = refusal_of(offers)
     if refusal is not None:
         return PeerMap({}, refusal)
     memory: dict[int, torch.Tensor] = {own: raw}
-    reason = _attempt(
+    reason = attempt(
         lambda: memory.update(
             (rank, open_peer(handle, raw.device)) for rank, handle in offers.items() if rank != own
         )
     )
     # Also keeps a rank from ending before the others have opened its memory.
-    refusal = _refusal(_gather(reason, cpu_group))
+    refusal = refusal_of(gather_all(reason, cpu_group))
     return PeerMap({}, refusal) if refusal is not None else PeerMap(memory, None)
 
 
-def _attempt(action: Callable[[], T]) -> T | PeerMappingError:
+def attempt(action: Callable[[], T]) -> T | PeerMappingError:
     """Return an action's result or failure: a rank that raised would keep others waiting."""
     try:
         return action()
@@ -297,13 +297,14 @@ def _attempt(action: Callable[[], T]) -> T | PeerMappingError:
         return PeerMappingError(f"{type(error).__name__}: {error}")
 
 
-def _gather(own: Any, cpu_group: Any) -> dict[int, Any]:
+def gather_all(own: Any, cpu_group: Any) -> dict[int, Any]:
+    """Return the value that each rank of a Gloo group gives, by its place; a collective."""
     everyone: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(everyone, own, group=cpu_group)
     return dict(enumerate(everyone))
 
 
-def _refusal(answers: Mapping[int, Any]) -> str | None:
+def refusal_of(answers: Mapping[int, Any]) -> str | None:
     """Return the reason of the lowest rank that failed; all ranks get the same one."""
     for rank, answer in answers.items():
         if isinstance(answer, PeerMappingError):

@@ -24,7 +24,7 @@ def check_loans(world: "World", process: "SimRank", group: Group) -> None:
     A step reads each part from a member, or from memory that is there.
 
     A process has mapped the memory of its cohort. Where that ends with a process, all that share a
-    copy end together, so whoever steps has all of its lenders.
+    copy end together, so a rank that steps has all of its lenders.
     """
     parts = world.settings.parts
     if not parts.borrows:

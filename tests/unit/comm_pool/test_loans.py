@@ -129,6 +129,10 @@ def test_fewest_whole_layers_keep_the_floor() -> None:
     assert fewest_whole_layers(sizes, 2, 374e9, 0.05) == 17
     assert fewest_whole_layers(sizes, 2, 374e9, 1.0) == 0
     assert fewest_whole_layers(sizes, 2, 374e9, 0.0) == 64
+    assert fewest_whole_layers(sizes, 2, 374e9, 0.025) == 41
+    assert fewest_whole_layers(sizes, 2, 374e9, 0.1) == 0
+    assert fewest_whole_layers(sizes, 2, 374e9, 0.001) == 64
+    assert fewest_whole_layers([0] * 64, 2, 374e9, 0.001) == 0
     assert fewest_whole_layers(sizes, 1, 374e9, 0.0) == 0
     assert fewest_whole_layers([100] * 4, 4, 100.0, 6.0) == 2
 

@@ -55,14 +55,14 @@ def hello(*deferred: Drop, borrowing: Any = None, **of_spec: Any) -> RankHello:
     return hello_of(*cast(Any, what))
 
 
-def held(told: RankHello) -> list[tuple[str, int]]:
-    return [(each.header.task, each.attempt) for each in told.held]
+def held(message: RankHello) -> list[tuple[str, int]]:
+    return [(each.header.task, each.attempt) for each in message.held]
 
 
 def test_it_tells_its_tasks_and_whose_pages_it_has() -> None:
-    told = hello()
-    assert held(told) == [("a", 1), ("b", 2)]
-    assert told.leases == (PAIR,)
+    message = hello()
+    assert held(message) == [("a", 1), ("b", 2)]
+    assert message.leases == (PAIR,)
 
 
 def test_a_task_that_is_to_be_dropped_is_not_told() -> None:
@@ -72,11 +72,11 @@ def test_a_task_that_is_to_be_dropped_is_not_told() -> None:
 
 
 def test_it_tells_what_part_of_the_weights_it_holds_and_what_it_borrows() -> None:
-    told = hello()
-    assert (told.part, told.parts, told.borrow, told.whole_layers) == (0, 1, "none", 0)
-    assert told.widths == (1, 2, 4)
-    told = hello(rank=Rank(6), parts=2, borrow="ffn", whole_layers=3)
-    assert (told.part, told.parts, told.borrow, told.whole_layers) == (1, 2, "ffn", 3)
+    message = hello()
+    assert (message.part, message.parts, message.borrow, message.whole_layers) == (0, 1, "none", 0)
+    assert message.widths == (1, 2, 4)
+    message = hello(rank=Rank(6), parts=2, borrow="ffn", whole_layers=3)
+    assert (message.part, message.parts, message.borrow, message.whole_layers) == (1, 2, "ffn", 3)
     assert hello(rank=Rank(6), parts=4).part == 2
     assert hello(parts=2).widths == (1, 4), "narrower groups lack parts"
     taken = SimpleNamespace(bytes_borrowed=0, wait_s=0.0, whole_layers=7)

@@ -69,9 +69,9 @@ def test_steps_that_only_waited_for_loans_are_left_out() -> None:
     for tokens, took_ms in ((1, 80), (64, 83), (1_024, 93), (2_048, 183)):
         log.ended(Plan(tokens), 1, now, now + took_ms * MS, 80_000)
         now += took_ms * MS
-    (told,) = log.take()
-    assert told.sums.steps == 2
-    line = fit(told.sums)
+    (served,) = log.take()
+    assert served.sums.steps == 2
+    line = fit(served.sums)
     assert line is not None
     assert line.seconds(2_048, 0) == pytest.approx(0.183, rel=0.01)
     assert log.usual_s(Plan(1), 1) == pytest.approx(0.08, rel=0.1), "it still takes so long"

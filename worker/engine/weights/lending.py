@@ -10,17 +10,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import structlog
 import torch
-import torch.distributed as dist
 from torch import nn
 from vllm.model_executor.models.utils import extract_layer_index
 
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.loans import Loan, fewest_whole_layers, loan_plan, part_of, spread_whole
-from kvadaptor.transfer.peers import PeerMappingError, allocate, export_handle, open_peer
+from kvadaptor.transfer.peers import (
+    allocate,
+    attempt,
+    export_handle,
+    gather_all,
+    open_peer,
+    refusal_of,
+)
 from worker.engine.weights.borrowed import BorrowedUnit, UnitPart
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.loan_proof import Promise, prove_copies, prove_loans
@@ -44,8 +50,6 @@ from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
@@ -55,17 +59,10 @@ class Borrowing:
     ring: LoanRing
     lent: tuple[torch.Tensor, ...]
     """The slots of the ring, and copies of peers' small tensors."""
-    own_bytes: int
-    """Bytes of the rank's part in memory that its peers read."""
     lenders: tuple[int, ...] = ()
     """The processes that the peers' memory ends with."""
     whole_layers: int = 0
     """Layers of which the rank holds all parts, and borrows none."""
-
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of the ring and of the copies."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.lent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,41 +198,31 @@ def _open_parts(
     cpu_group: Any,
 ) -> dict[int, _Peer]:
     """Exchange handles of all units and map those of the peers; a collective."""
-    everyone = _everyone(
-        _attempt(lambda: (place.rank, described, os.getpid(), [export_handle(raw) for raw in own])),
+    offers = gather_all(
+        attempt(lambda: (place.rank, described, os.getpid(), [export_handle(raw) for raw in own])),
         cpu_group,
     )
-    peers = _attempt(
-        lambda: {
-            rank: _Peer(units, [open_peer(handle, device) for handle in theirs], pid)
-            for rank, units, pid, theirs in everyone
+    _check_offers(offers)
+    peers: dict[int, _Peer] = {}
+    reason = attempt(
+        lambda: peers.update(
+            (rank, _Peer(units, [open_peer(handle, device) for handle in theirs], pid))
+            for rank, units, pid, theirs in offers.values()
             if rank in place.peers
-        }
+        )
     )
     # Also keeps a rank from ending before the others have opened its memory.
-    _everyone(peers if isinstance(peers, str) else None, cpu_group)
-    assert not isinstance(peers, str), "some rank has said why not."
+    _check_offers(gather_all(reason, cpu_group))
     return peers
 
 
-def _attempt(action: Callable[[], T]) -> T | str:
-    """Return an action's result, or why it failed: a rank that raised would keep others waiting."""
-    try:
-        return action()
-    except (PeerMappingError, OSError, RuntimeError) as error:
-        return str(error)
-
-
-def _everyone(own: Any, cpu_group: Any) -> list[Any]:
-    """Gather a value of each rank; raises `ViewError` for all if one has a reason instead."""
-    everyone: list[Any] = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(everyone, own, group=cpu_group)
-    if (reason := next((each for each in everyone if isinstance(each, str)), None)) is not None:
+def _check_offers(offers: Mapping[int, Any]) -> None:
+    """Refuse, alike on all ranks, weights that one of them cannot share or read."""
+    if (reason := refusal_of(offers)) is not None:
         raise ViewError(
             f"ranks cannot read each other's weights ({reason}): use devices with peer access, or "
             "--borrow none."
         )
-    return everyone
 
 
 def _check_same(rank: int, theirs: Sequence[LentUnit], own: Sequence[LentUnit]) -> None:
@@ -306,9 +293,8 @@ def _borrowing(
         *(copy for *_, copy in held),
         *(each for each in residents if each.numel()),
     )
-    own_bytes = sum(layout.num_bytes for layout in layouts)
     lenders = tuple(peer.pid for peer in peers.values() if peer.pid is not None)
-    return Borrowing(borrowed, ring, slots_and_copies, own_bytes, lenders, whole_layers)
+    return Borrowing(borrowed, ring, slots_and_copies, lenders, whole_layers)
 
 
 def _copy_whole(

@@ -7,7 +7,7 @@ them; small ones, such as biases and scales, follow and are copied once. All par
 the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,9 +23,6 @@ ALIGNMENT_BYTES = 256
 
 RESIDENT_SHARE = 64
 """Tensors below this fraction of a unit's largest one are copied once, at start-up."""
-
-Take = Callable[[int], torch.Tensor]
-"""Returns memory of a number of bytes, (bytes,) int8, that peers can map."""
 
 
 class UnitKind(StrEnum):
