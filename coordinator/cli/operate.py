@@ -165,6 +165,11 @@ def step_times_text(times: dict[str, Any]) -> str:
             f"A step in {name} takes at least {floor_ms:.1f} ms: it reads the parts of the weights "
             "that the group lacks."
         )
+        if (pace_tokens := times["pace_tokens"].get(mode)) is not None:
+            lines.append(
+                f"{name} reads prompts beside decodes until a step has {pace_tokens} tokens, which "
+                "take as long."
+            )
     if "sp" in curves:
         lines.append(_choice(f"shift{width}", "sp", times["sp_from_tokens"]))
     for shape, start in mixed.items():

@@ -43,12 +43,14 @@ class PreparedMode:
     loans: LoanCounts | None = None
     """What the rank borrows in its steps; None if nothing."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
+    _pace_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
         """Choose modes by these times from now on."""
         self.times = times
         shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
         self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
+        self._pace_tokens = {mode: times.pace_tokens(mode) for mode in times.curves}
 
     @property
     def is_leader(self) -> bool:
@@ -62,6 +64,15 @@ class PreparedMode:
             return shared if group.mode is Mode.SP else group.mode
         start = self._from_tokens.get(shared)
         return shared if start is not None and tokens >= start else Mode.TP
+
+    def pace_tokens(self, group: Group) -> int | None:
+        """Return how large prompts make the steps of a group beside decodes; None is no limit.
+
+        A shift group computes small steps in tp, which borrows nothing.
+        """
+        if group.mode is Mode.SHIFT:
+            return None
+        return self._pace_tokens.get(group.mixed or group.mode)
 
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.

@@ -13,6 +13,7 @@ from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
 from comm_pool.mixed import Mixed
+from coordinator.protocol.floor import pace_tokens
 from coordinator.protocol.messages.steps import WidthTimes
 
 MARGIN = 0.02
@@ -106,6 +107,11 @@ class StepTimes:
     def sp_from_tokens(self) -> int | None:
         """The fewest tokens that a shift group computes in sp; None is never."""
         return self.from_tokens(Mode.SP)
+
+    def pace_tokens(self, mode: StepMode) -> int | None:
+        """Return the tokens of a step in this mode that hides its loans; None if it has none."""
+        curve, floor_us = self.curves.get(mode), self.floor_us.get(mode, 0)
+        return None if curve is None else pace_tokens(curve.points, floor_us)
 
     def from_tokens(self, base: StepMode) -> int | None:
         """Return the same for a shift group that chooses between tp and this mode."""

@@ -143,7 +143,7 @@ class Steps:
 
     def _plan(self, mode: PreparedMode, binding: Binding) -> Any:
         assert mode.scheduler is not None
-        plan = mode.scheduler.plan_step(self.finish_inflight)
+        plan = mode.scheduler.plan_step(self.finish_inflight, mode.pace_tokens(binding.group))
         plan.mode = mode.mode_of_step(binding.group, plan.tokens)
         return plan
 

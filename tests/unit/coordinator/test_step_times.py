@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import msgspec
+
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
 from coordinator.cli.operate import step_times_text
 from coordinator.core.views import step_times_view
+from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.ranks.roster import Roster
 from tests.harness.coordinator.builders import hello
 
@@ -40,6 +43,7 @@ def test_the_view_has_each_width_once() -> None:
         "sp_from_tokens": None,
         "mixed_from_tokens": {},
         "floor_ms": {},
+        "pace_tokens": {},
         "kv_tokens": 160,
         "curves": {"dp": [{"tokens": 1, "ms": 9.0}, {"tokens": 512, "ms": 40.0}]},
     }
@@ -66,10 +70,24 @@ def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
 def test_the_text_says_how_long_steps_take_at_least_and_why() -> None:
     _, four = told()
     assert "A group 4 wide holds the KV of 640 tokens, in every mode." in step_times_text(four)
-    text = step_times_text({**four, "floor_ms": {"sp": 75.64, "sp2tp2": 37.0}})
+    floors = {"floor_ms": {"sp": 75.64, "sp2tp2": 37.0}}
+    text = step_times_text({**four, **floors, "pace_tokens": {"sp": 660, "sp2tp2": None}})
     assert (
         "A step in sp4 takes at least 75.6 ms: it reads the parts of the weights that the group "
         "lacks."
     ) in text
     assert "A step in sp2tp2 takes at least 37.0 ms" in text
     assert "tp4 takes" not in text
+    assert (
+        "sp4 reads prompts beside decodes until a step has 660 tokens, which take as long."
+    ) in text
+    assert "sp2tp2 reads" not in text
+
+
+def test_the_view_says_how_large_prompts_make_steps_that_borrow() -> None:
+    points = ((1, 69_000), (512, 69_000), (1024, 92_000), (2048, 184_000))
+    times = WidthTimes(4, (("sp", points), ("tp", points)), 64, (), (("sp", 69_000), ("dp", 5)))
+    made = Roster(4)
+    made.on_hello(msgspec.structs.replace(hello(0), step_times=(times,)), 0)
+    (view,) = step_times_view(made)["step_times"]
+    assert view["pace_tokens"] == {"sp": 768}

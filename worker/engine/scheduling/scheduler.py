@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,6 +39,9 @@ from worker.engine.scheduling.step_plan import StepPlan, Tokens
 
 REGISTERED_PER_STEP = 32
 """Maximum migrated tasks registered after one step: 1-2 ms for contexts of 1,000 tokens."""
+
+PROMPT_SHARE = 0.5
+"""Part of the pace that prompts get at least, however many tasks decode."""
 
 
 class ModeScheduler(Scheduler):
@@ -103,9 +107,13 @@ class ModeScheduler(Scheduler):
         if request.num_output_tokens:
             request.events.clear()
 
-    def plan_step(self, settle: Callable[[], None]) -> StepPlan:
-        """Schedule one step; calls `settle` to finish the in-flight one if a grammar needs it."""
-        output = self.schedule()
+    def plan_step(self, settle: Callable[[], None], pace_tokens: int | None = None) -> StepPlan:
+        """Schedule one step; calls `settle` to finish the in-flight one if a grammar needs it.
+
+        Where tasks decode, prompts make the step about `pace_tokens` large and leave the rest for
+        the decodes after them: each of these steps takes its loans' time, and prompts use it.
+        """
+        output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
         if not output.total_num_scheduled_tokens:
             self._make_room()
         if getattr(output, "pending_structured_output_tokens", False):
@@ -121,6 +129,20 @@ class ModeScheduler(Scheduler):
             if name in self._known
         }
         return StepPlan(output, self.get_grammar_bitmask(output), resuming, known=known)
+
+    def _schedule_paced(self, pace_tokens: int) -> SchedulerOutput:
+        decodes = sum(map(_decodes, self.running))
+        if not decodes:
+            return self.schedule()
+        # Decodes go first: one long prompt before them would take the whole step.
+        self.running.sort(key=_decodes, reverse=True)
+        largest = self.max_num_scheduled_tokens
+        share = max(1, int(PROMPT_SHARE * pace_tokens))
+        self.max_num_scheduled_tokens = min(largest, max(pace_tokens, decodes + share))
+        try:
+            return self.schedule()
+        finally:
+            self.max_num_scheduled_tokens = largest
 
     def _whole(self, name: str, known: Tokens) -> Tokens:
         """Return all tokens of a task, of which the first are `known`."""
@@ -347,6 +369,11 @@ class ModeScheduler(Scheduler):
             self._known.pop(request_id, None)
             self._unfed_grammars.discard(request_id)
         return generated
+
+
+def _decodes(request: Request) -> bool:
+    """Whether the next step computes no more than the last token of a running task."""
+    return bool(request.num_tokens - request.num_computed_tokens <= 1)
 
 
 class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
