@@ -26,7 +26,7 @@ from typing import Any
 from tests.bench.gpu_report import write_report
 from tests.bench.gpu_run import MODES, PARTS, Run, Setup, prepare_environment
 from tests.bench.gpu_servers import nvidia_smi
-from tests.bench.gpu_shapes import DEMO, SHAPES, plan_for
+from tests.bench.gpu_shapes import DEMO, KINDS, SHAPES, Load, plan_for
 from tests.harness.cells.servers import ROOT
 from tests.harness.runs.provenance import commit, today
 
@@ -62,6 +62,19 @@ def default_ranks() -> int:
     return 4 if gpus >= 4 else 2
 
 
+def loads(text: str) -> tuple[Load, ...]:
+    """Read loads, several with commas."""
+    return tuple(map(Load.parse, text.split(",")))
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    """Read kinds of measurements, several with commas."""
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return names
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -85,6 +98,8 @@ def parser() -> argparse.ArgumentParser:
     add("--streams", type=int, help="running streams under switches")
     add("--switch-prompt", type=int, help="prompt tokens of those streams")
     add("--saturated", type=int, help="requests per GPU when saturated")
+    add("--loads", type=loads, help="instead, such as 256x1024+128: per GPU, prompt + answer")
+    add("--kinds", type=kinds, help=f"measure only these of {', '.join(KINDS)}")
     add("--idle", action="store_true", help="also record GPU idle time between decode steps")
     add("--limit-s", type=float, default=570, help="all shapes together end before this")
     add("--report", type=Path, nargs="+", help="JSON files of earlier runs")
@@ -102,6 +117,8 @@ def plan_of(options: argparse.Namespace, shape: str) -> Any:
             ("streams", options.streams),
             ("switch_prompt", options.switch_prompt),
             ("saturated_dp", options.saturated),
+            ("loads", options.loads),
+            ("kinds", options.kinds),
         )
         if value is not None
     }

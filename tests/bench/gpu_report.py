@@ -33,6 +33,12 @@ def _row(label: str, digits: int, ours: float | None, theirs: float | None) -> s
     return f"| {label} | {_number(ours, digits)} | {_number(theirs, digits)} | {share} |"
 
 
+def _loads(results: Results) -> list[str]:
+    """Return the names of all loads with which any server was saturated, in order."""
+    named = (size for server in results["servers"].values() for size in server.get("saturated", {}))
+    return list(dict.fromkeys(named)) or ["all"]
+
+
 def load_table(results: Results) -> list[str]:
     """aileron beside static vLLM, mode by mode."""
     rows = [
@@ -48,8 +54,10 @@ def load_table(results: Results) -> list[str]:
             values = [find(one, "tpot", size, "median_ms") for one in pair]
             each = " per GPU" if mode.startswith("dp") and size != "1" else ""
             rows.append(_row(f"{mode}: TPOT, {size} streams{each}, ms", 2, *values))
-        values = [find(one, "saturated", "all", "tokens_per_s") for one in pair]
-        rows.append(_row(f"{mode}: saturated, output tokens/s", 0, *values))
+        for size in _loads(results):
+            values = [find(one, "saturated", size, "tokens_per_s") for one in pair]
+            load = "saturated" if size == "all" else f"{size} per GPU"
+            rows.append(_row(f"{mode}: {load}, output tokens/s", 0, *values))
         values = [one.get("kv_bytes_per_gpu") for one in pair]
         in_gb = [None if value is None else value / 1e9 for value in values]
         rows.append(_row(f"{mode}: KV per GPU, GB", 2, *in_gb))
@@ -69,6 +77,36 @@ def default_table(results: Results) -> list[str]:
     parts += [f"saturated: {_number(saturated, 0)} tokens/s"]
     what = f"Static vLLM {mode} with its default compilation ({server.get('compilation')})"
     return ["", f"{what}: {'; '.join(parts)}."]
+
+
+def step_table(results: Results) -> list[str]:
+    """The steps that aileron's ranks timed at start-up, by mode; empty where it did not start."""
+    timed = find(results, "aileron", "step_times") or []
+    columns = {
+        mode if mode in widths.get("mixed_from_tokens", {}) else f"{mode}{widths['width']}": {
+            point["tokens"]: point["ms"] for point in points
+        }
+        for widths in timed
+        for mode, points in widths["curves"].items()
+    }
+    if not columns:
+        return []
+    rows = [
+        f"| {tokens:,} | "
+        + " | ".join(_number(each.get(tokens), 2) for each in columns.values())
+        + " |"
+        for tokens in sorted(set().union(*columns.values()))
+    ]
+    head = "| tokens of a step | " + " | ".join(f"{name}, ms" for name in columns) + " |"
+    lines = ["", "### Steps timed at start-up", "", head, "|---" * (len(columns) + 1) + "|", *rows]
+    for widths in timed:
+        for mode, floor_ms in widths.get("floor_ms", {}).items():
+            pace = widths.get("pace_tokens", {}).get(mode)
+            lines += [
+                "",
+                f"Loans of {mode}{widths['width']}: {floor_ms:.1f} ms; pace: {pace} tokens.",
+            ]
+    return lines
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -234,6 +272,7 @@ def document(results: Results) -> list[str]:
         *load_table(results),
         *default_table(results),
         *(gpu_report_sp.table(results) if gpu_report_sp.is_measured(results) else []),
+        *step_table(results),
         *memory_lines(results),
         *stage_lines(results),
         *start_lines(results),

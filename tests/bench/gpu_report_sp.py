@@ -52,7 +52,11 @@ def table(results: Results) -> list[str]:
     lines += ["|---" * (len(names) + 1) + "|"]
     rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in sizes(results, "ttft")]
     rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in sizes(results, "tpot")]
-    rows += [("saturated", "all", "saturated, output tokens/s")]
+    loads = {size for server in results["servers"].values() for size in server.get("saturated", {})}
+    rows += [
+        ("saturated", size, f"{size if size != 'all' else 'saturated'}, output tokens/s")
+        for size in sorted(loads) or ["all"]
+    ]
     for kind, size, label in rows:
         values = [_value(results, name, kind, size) for name in names]
         cells = ["–" if value is None else f"{value:,.2f}" for value in values]

@@ -29,6 +29,7 @@ from tests.bench.gpu_servers import (
 )
 from tests.bench.gpu_shapes import (
     COMPILATION,
+    Load,
     Plan,
     as_arguments,
     engine_options,
@@ -48,6 +49,8 @@ START_LIMIT_S = 240
 DEFAULT_START_LIMIT_S = 420
 """vLLM's own compilation takes minutes."""
 PHASE_LIMIT_S = 90
+LOAD_LIMIT_S = 180
+"""Of loads that the command line names."""
 SWITCH_LIMIT_S = 150
 
 
@@ -177,19 +180,22 @@ class Run:
     async def _measure_load(self, name: str, target: Target, *, is_dp: bool) -> None:
         plan = self._plan
         self.results["servers"].setdefault(name, {})
-        for tokens, repeats in plan.ttft.items():
+        for tokens, repeats in plan.ttft.items() if "ttft" in plan.kinds else ():
             sizes = {"tokens": tokens, "repeats": repeats}
             await self._phase(name, target, "ttft", str(tokens), False, sizes)
-        for streams, prompt_tokens in plan.tpot.items():
+        for streams, prompt_tokens in plan.tpot.items() if "tpot" in plan.kinds else ():
             sizes = self._decode(streams, prompt_tokens)
             await self._phase(name, target, "tpot", str(streams), is_dp and streams > 1, sizes)
         per_gpu = plan.saturated_dp if is_dp else plan.saturated_tp
-        sizes = {
-            "requests": per_gpu * (1 if is_dp else self._setup.ranks),
-            "prompt_tokens": plan.saturated_prompt,
-            "tokens": plan.saturated_tokens,
-        }
-        await self._phase(name, target, "saturated", "all", is_dp, sizes)
+        usual = Load(per_gpu, plan.saturated_prompt, plan.saturated_tokens)
+        loads = {load.name: load for load in plan.loads} or {"all": usual}
+        for size, load in loads.items() if "saturated" in plan.kinds else ():
+            sizes = {
+                "requests": load.requests_per_gpu * (1 if is_dp else self._setup.ranks),
+                "prompt_tokens": load.prompt,
+                "tokens": load.answer,
+            }
+            await self._phase(name, target, "saturated", size, is_dp, sizes)
         await self._measure_idle(name, target, is_dp=is_dp)
 
     def _decode(self, streams: int, prompt_tokens: int) -> dict[str, int]:
@@ -209,7 +215,10 @@ class Run:
         if not target.is_alive:
             self.results["errors"][label] = "not measured: the server has ended"
             return None
-        work = target.measure(kind, everywhere, PHASE_LIMIT_S, vocab=self._plan.vocab, **sizes)
+        limit_s = (
+            LOAD_LIMIT_S if size in {load.name for load in self._plan.loads} else PHASE_LIMIT_S
+        )
+        work = target.measure(kind, everywhere, limit_s, vocab=self._plan.vocab, **sizes)
         result = await self._guard(label, work)
         if result is not None:
             self.results["servers"][name].setdefault(kind, {})[size] = result

@@ -78,6 +78,31 @@ SHAPE_OPTIONS: dict[str, dict[str, Any]] = {
 DEMO = "demo"
 
 
+KINDS = ("ttft", "tpot", "saturated")
+"""What is measured of each server, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that all come at once; tokens of a prompt and of an answer."""
+
+    requests_per_gpu: int
+    prompt: int
+    answer: int
+
+    @property
+    def name(self) -> str:
+        """Such as 256x1024+128."""
+        return f"{self.requests_per_gpu}x{self.prompt}+{self.answer}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Load":
+        """Read what `name` writes; raises ValueError."""
+        requests, _, sizes = text.partition("x")
+        prompt, _, answer = sizes.partition("+")
+        return cls(int(requests), int(prompt), int(answer))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Sizes of load; tokens unless a name says otherwise."""
@@ -94,6 +119,10 @@ class Plan:
     """Requests per GPU for one wide engine, which takes them one after the other."""
     saturated_prompt: int = 1024
     saturated_tokens: int = 128
+    loads: tuple[Load, ...] = ()
+    """Instead of these, as many requests for every layout."""
+    kinds: tuple[str, ...] = KINDS
+    """What is measured of each server, of `KINDS`."""
     idle_batches: tuple[int, ...] = (1, 64)
     """Streams per engine while idle times between steps are recorded."""
     switches: int = 100

@@ -9,6 +9,7 @@ import pytest
 
 from tests.bench.gpu_numbers import sizes
 from tests.bench.gpu_report import document, joined, verdicts, write_report
+from tests.bench.gpu_shapes import Load
 from tests.bench.gpu_verdict import Verdict
 
 
@@ -148,3 +149,42 @@ def test_report_writes_table_and_picture(tmp_path: Path) -> None:
     text = write_report([file])
     assert file.with_suffix(".md").read_text() == text
     assert file.with_suffix(".svg").read_bytes().startswith(b"<?xml")
+
+
+def test_named_loads_stand_in_place_of_the_usual_one() -> None:
+    results = copy.deepcopy(RESULTS)
+    for name, rate in (("aileron dp4", 900.0), ("static dp4", 1000.0)):
+        results["servers"][name]["saturated"] = {"256x1024+128": {"tokens_per_s": rate}}
+    for name in ("aileron tp4", "static tp4"):
+        del results["servers"][name]["saturated"]
+    text = "\n".join(document(results))
+    assert "| dp4: 256x1024+128 per GPU, output tokens/s | 900 | 1,000 | 0.900 |" in text
+    assert "saturated, output" not in text
+
+
+def test_steps_timed_at_start_up_are_shown_with_loans_and_pace() -> None:
+    results = copy.deepcopy(RESULTS)
+    points = [{"tokens": 1, "ms": 69.0}, {"tokens": 1024, "ms": 93.4}]
+    mixed = [{"tokens": 1, "ms": 12.0}]
+    results["aileron"]["step_times"] = [
+        {
+            "width": 1,
+            "curves": {"dp": points},
+            "floor_ms": {"dp": 68.7},
+            "pace_tokens": {"dp": 753},
+            "mixed_from_tokens": {},
+        },
+        {"width": 4, "curves": {"sp2tp2": mixed}, "mixed_from_tokens": {"sp2tp2": None}},
+    ]
+    text = "\n".join(document(results))
+    assert "| tokens of a step | dp1, ms | sp2tp2, ms |" in text
+    assert "| 1 | 69.00 | 12.00 |" in text
+    assert "| 1,024 | 93.40 | – |" in text
+    assert "Loans of dp1: 68.7 ms; pace: 753 tokens." in text
+
+
+def test_a_load_is_read_as_it_is_written() -> None:
+    assert Load.parse("256x1024+128") == Load(256, 1024, 128)
+    assert Load.parse("256x1024+128").name == "256x1024+128"
+    with pytest.raises(ValueError, match="invalid literal"):
+        Load.parse("256x1024")
