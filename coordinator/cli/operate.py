@@ -167,8 +167,8 @@ def step_times_text(times: dict[str, Any]) -> str:
         )
         if (pace_tokens := times["pace_tokens"].get(mode)) is not None:
             lines.append(
-                f"{name} reads prompts beside decodes until a step has {pace_tokens} tokens, which "
-                "take as long."
+                f"Beside decodes {name} reads prompts until a step has {pace_tokens} tokens, which "
+                "hide that time."
             )
     if "sp" in curves:
         lines.append(_choice(f"shift{width}", "sp", times["sp_from_tokens"]))

@@ -7,9 +7,7 @@ from collections import Counter
 
 from comm_pool.layout import Mode, Rank, format_layout
 from coordinator.model.records import Decision, SwitchRecord
-from coordinator.protocol.floor import pace_tokens
 from coordinator.protocol.messages.rank import Probed, RankHello
-from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.terms import Binding, Tier
 from coordinator.ranks.roster import RankRecord, Roster, kv_tokens
 from coordinator.switching.switcher import Switcher
@@ -97,7 +95,7 @@ def step_times_view(roster: Roster) -> View:
                 "sp_from_tokens": times.sp_from_tokens,
                 "mixed_from_tokens": dict(times.mixed_from_tokens),
                 "floor_ms": {mode: us / 1000 for mode, us in times.floor_us},
-                "pace_tokens": _paces(times),
+                "pace_tokens": dict(times.pace_tokens),
                 "kv_tokens": kv_tokens([record.hello], times.width) if record else 0,
                 "curves": {
                     mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
@@ -107,11 +105,6 @@ def step_times_view(roster: Roster) -> View:
             for times in (record.hello.step_times if record else ())
         ]
     }
-
-
-def _paces(times: WidthTimes) -> dict[str, int | None]:
-    curves = dict(times.curves)
-    return {mode: pace_tokens(curves[mode], us) for mode, us in times.floor_us if mode in curves}
 
 
 def queue_view(tasks: TaskTable) -> View:

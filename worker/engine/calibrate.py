@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from comm_pool.layout import Mode, StepMode
 from worker.engine.sequence_parallel.exchange import PARTS_FROM_TOKENS, Exchange
-from worker.engine.step_times import StepCurve, StepTimes, chosen_parts, fitted, sizes_to_measure
+from worker.engine.step_times import (
+    StepCurve,
+    StepTimes,
+    chosen_parts,
+    fitted,
+    pace_tokens,
+    sizes_to_measure,
+)
 
 log = structlog.get_logger()
 
@@ -91,7 +98,12 @@ def measure_steps(
                 samples[size].append(_timed_step(runner, mode, size, device))
         curves[mode] = fitted(samples)
     runner.use(runner.modes[0])
-    return StepTimes(width, curves, runner.graphed_tokens, floors)
+    paces = {
+        mode: pace_tokens(curves[mode].points, us, runner.prompt_graph_sizes(mode))
+        for mode, us in floors.items()
+    }
+    hiding = {mode: tokens for mode, tokens in paces.items() if tokens is not None}
+    return StepTimes(width, curves, runner.graphed_tokens, floors, hiding)
 
 
 def _timed_step(runner: Any, mode: StepMode, tokens: int, device: torch.device) -> float:

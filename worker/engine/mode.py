@@ -43,14 +43,12 @@ class PreparedMode:
     loans: LoanCounts | None = None
     """What the rank borrows in its steps; None if nothing."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
-    _pace_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
         """Choose modes by these times from now on."""
         self.times = times
         shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
         self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
-        self._pace_tokens = {mode: times.pace_tokens(mode) for mode in times.curves}
 
     @property
     def is_leader(self) -> bool:
@@ -72,7 +70,7 @@ class PreparedMode:
         """
         if group.mode is Mode.SHIFT:
             return None
-        return self._pace_tokens.get(group.mixed or group.mode)
+        return self.times.pace_tokens.get(group.mixed or group.mode)
 
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.

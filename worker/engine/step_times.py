@@ -13,7 +13,6 @@ from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
 from comm_pool.mixed import Mixed
-from coordinator.protocol.floor import pace_tokens
 from coordinator.protocol.messages.steps import WidthTimes
 
 MARGIN = 0.02
@@ -23,6 +22,16 @@ LAUNCH_MARGIN = 0.3
 """The same where tp replays graphs.
 
 sp's launches may take that much longer than measured, on a host that was asleep or is busy.
+"""
+
+SURELY_ABOVE = 1.2
+"""A step that takes at least this multiple of its floor is as long as its computation."""
+
+PACE = 1.5
+"""Tokens of a step over those that compute for just as long as the loans take.
+
+Near that size loans and computation wait for each other: on H200s steps of 768 tokens take 11 %
+longer per token than those of 8,192, and steps of 1,024 tokens 4 %.
 """
 
 
@@ -102,16 +111,13 @@ class StepTimes:
     graphed_tokens: int = 0
     floor_us: Mapping[StepMode, int] = field(default_factory=dict)
     """The least time of a step in each mode that borrows, in microseconds: its loans alone."""
+    pace_tokens: Mapping[StepMode, int] = field(default_factory=dict)
+    """How large prompts make steps beside decodes, in each mode whose loans hide."""
 
     @property
     def sp_from_tokens(self) -> int | None:
         """The fewest tokens that a shift group computes in sp; None is never."""
         return self.from_tokens(Mode.SP)
-
-    def pace_tokens(self, mode: StepMode) -> int | None:
-        """Return the tokens of a step in this mode that hides its loans; None if it has none."""
-        curve, floor_us = self.curves.get(mode), self.floor_us.get(mode, 0)
-        return None if curve is None else pace_tokens(curve.points, floor_us)
 
     def from_tokens(self, base: StepMode) -> int | None:
         """Return the same for a shift group that chooses between tp and this mode."""
@@ -128,6 +134,32 @@ class StepTimes:
     def mixed(self) -> tuple[Mixed, ...]:
         """The mixed shapes of this width."""
         return tuple(mode for mode in self.curves if isinstance(mode, Mixed))
+
+
+def pace_tokens(
+    points: Sequence[tuple[int, int]], floor_us: int, graph_sizes: Sequence[int] = ()
+) -> int | None:
+    """Return how many tokens a step needs so that its loans cost it nothing.
+
+    `points` are the measured (tokens, µs) of steps that borrow, tokens ascending. The computation
+    is a line through the first two points that are surely above the floor, or through one and the
+    origin. A step that replays a graph takes the time of the graph's size, one of `graph_sizes`,
+    so the pace is one of these up to the largest. None if a step of few tokens is above the floor
+    already: nothing hides there, as on CPU, where loans and computation take turns.
+    """
+    above = [each for each in points if each[1] >= SURELY_ABOVE * floor_us]
+    below = points[: len(points) - len(above)]
+    if not floor_us or not above or not below:
+        return None
+    (few, few_us), (more, more_us) = [(0, 0), *above][:2] if len(above) == 1 else above[:2]
+    us_per_token = (more_us - few_us) / (more - few)
+    if us_per_token <= 0:
+        return None
+    hides = more - (more_us - floor_us) / us_per_token
+    if hides < max(1, below[-1][0] / 2):
+        return None
+    tokens = int(PACE * hides)
+    return next((size for size in sorted(graph_sizes) if size >= tokens), tokens)
 
 
 def sizes_to_measure(
@@ -167,4 +199,5 @@ def width_times(times: StepTimes) -> WidthTimes:
     curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())
     mixed = tuple((str(each), times.from_tokens(each)) for each in times.mixed)
     floors = tuple((str(mode), us) for mode, us in times.floor_us.items() if us > 0)
-    return WidthTimes(times.width, curves, times.sp_from_tokens, mixed, floors)
+    paces = tuple((str(mode), tokens) for mode, tokens in times.pace_tokens.items())
+    return WidthTimes(times.width, curves, times.sp_from_tokens, mixed, floors, paces)

@@ -26,6 +26,8 @@ class WidthTimes(msgspec.Struct, frozen=True):
     mixed_from_tokens: tuple[tuple[str, int | None], ...] = ()
     floor_us: tuple[tuple[str, int], ...] = ()
     """The least time of a step in each mode that borrows, in microseconds; others have none."""
+    pace_tokens: tuple[tuple[str, int], ...] = ()
+    """How large prompts make steps beside decodes, in tokens, in each mode whose loans hide."""
 
 
 class StepSums(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ the same in every mode, on every rank of a group and after a hand-over.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,6 +101,10 @@ class ModeRunner(CPUModelRunner):
     def graphed_tokens(self) -> int:
         """Steps of at most this many tokens replay a graph of the first tree: none does on CPU."""
         return 0
+
+    def prompt_graph_sizes(self, mode: StepMode) -> Sequence[int]:
+        """Return the sizes in tokens of the graphs for steps that read prompts: none on CPU."""
+        return ()
 
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share everything but the tree."""

@@ -6,7 +6,7 @@ trees computes a step, each with its own graphs.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,12 @@ class GpuModeRunner(GPUModelRunner):
     def graphed_tokens(self) -> int:
         """Steps of at most this many tokens replay a graph of the first tree; 0 if none does."""
         return PROMPT_GRAPH_TOKENS[-1] if self._prompt_graphs is not None else 0
+
+    def prompt_graph_sizes(self, mode: StepMode) -> Sequence[int]:
+        """Return the sizes in tokens of the graphs for steps that read prompts in this mode."""
+        if self._prompt_graphs is None or mode is not self._first:
+            return ()
+        return prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens)
 
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share all but tree and graphs."""

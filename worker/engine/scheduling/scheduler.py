@@ -65,6 +65,7 @@ class ModeScheduler(Scheduler):
         )
         # Blocks of a task that ends during its own step are freed only after that step.
         self.defer_block_free = True
+        self._tokens_max: int = self.max_num_scheduled_tokens
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
@@ -136,13 +137,12 @@ class ModeScheduler(Scheduler):
             return self.schedule()
         # Decodes go first: one long prompt before them would take the whole step.
         self.running.sort(key=_decodes, reverse=True)
-        largest = self.max_num_scheduled_tokens
         share = max(1, int(PROMPT_SHARE * pace_tokens))
-        self.max_num_scheduled_tokens = min(largest, max(pace_tokens, decodes + share))
+        self.max_num_scheduled_tokens = min(self._tokens_max, max(pace_tokens, decodes + share))
         try:
             return self.schedule()
         finally:
-            self.max_num_scheduled_tokens = largest
+            self.max_num_scheduled_tokens = self._tokens_max
 
     def _whole(self, name: str, known: Tokens) -> Tokens:
         """Return all tokens of a task, of which the first are `known`."""
