@@ -75,6 +75,11 @@ def kinds(text: str) -> tuple[str, ...]:
     return names
 
 
+def whole_layers(text: str) -> int | str:
+    """Read a number of layers, or auto."""
+    return text if text == "auto" else int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -92,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=float, default=0.85)
     add("--weight-parts", type=int, default=1, help="parts of aileron's weights, one a rank")
     add("--borrow", choices=("none", "ffn", "all"), default="ffn", help="what its ranks borrow")
+    add("--whole-layers", type=whole_layers, default=0, help="layers of which each has all parts")
     add("--quantization", help="instead of the shape's own")
     add("--carry", default="pause", help="carry plans to switch with, several with commas")
     add("--switches", type=int, help="per carry plan; 0 for none")
@@ -142,6 +148,8 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
     )
     if options.weight_parts > 1:
         kind += f"-parts-{options.weight_parts}-{options.borrow}"
+    if options.whole_layers:
+        kind += f"-whole-{options.whole_layers}"
     name = f"{date}-gpu-{shape}-{options.ranks}{kind}"
     return Setup(
         shape=shape,
@@ -154,7 +162,11 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         plan=plan_of(options, shape),
         memory_share=options.gpu_memory_utilization,
         quantization=options.quantization,
-        weights={"weight_parts": options.weight_parts, "borrow": options.borrow},
+        weights={
+            "weight_parts": options.weight_parts,
+            "borrow": options.borrow,
+            "whole_layers": options.whole_layers,
+        },
         folder=Path(tempfile.mkdtemp(prefix="gpu-bench-")),
         file=options.out / f"{name}.json",
         idle=idle,
