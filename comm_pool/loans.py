@@ -162,6 +162,19 @@ def fewest_whole_layers(
     return layers
 
 
+def most_whole_layers(part_bytes: Sequence[int], parts: int, bytes_max: int) -> int:
+    """Return the largest `count` whose `spread_whole` takes at most `bytes_max` more bytes.
+
+    `part_bytes[layer]` is the size of one part of each layer; a rank holds one already.
+    """
+    layers = len(part_bytes)
+    for count in range(layers, 0, -1):
+        held = sum(part_bytes[layer] for layer in spread_whole(layers, count))
+        if held * (parts - 1) <= bytes_max:
+            return count
+    return 0
+
+
 def _holders_per_part(ranks: int, parts: int) -> int:
     assert parts >= 1, "weights have at least one part."
     assert parts & (parts - 1) == 0, "the number of parts is not a power of two."

@@ -19,6 +19,7 @@ from comm_pool.loans import (
     group_can_borrow,
     holders_of,
     loan_plan,
+    most_whole_layers,
     order_of,
     part_of,
     spread_whole,
@@ -222,6 +223,25 @@ def test_the_fewest_whole_layers_are_the_fewest(
     assert 0 <= fewest <= len(sizes)
     assert floor_with(fewest) <= floor_s_max
     assert all(floor_with(count) > floor_s_max for count in range(fewest))
+
+
+@given(
+    st.lists(st.integers(0, 1000), max_size=LAYERS_MAX),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 20_000),
+)
+@settings(deadline=None)
+def test_the_most_whole_layers_are_the_most_that_fit(
+    sizes: list[int], parts: int, bytes_max: int
+) -> None:
+    def taken_by(count: int) -> int:
+        plan = loan_plan(0, parts, parts, len(sizes))
+        whole = spread_whole(len(sizes), count)
+        return sum(sizes[loan.layer] for loan in plan if loan.layer in whole)
+
+    most = most_whole_layers(sizes, parts, bytes_max)
+    assert taken_by(most) <= bytes_max
+    assert all(taken_by(count) > bytes_max for count in range(most + 1, len(sizes) + 1))
 
 
 EVENTS = ("begin_copy", "end_copy", "begin_use", "end_use")

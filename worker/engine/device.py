@@ -221,7 +221,12 @@ def kv_budget_bytes(config: VllmConfig, device: torch.device, before: int, reser
     if given is not None or device.type == "cpu":
         assert given is not None, "the KV memory of CPU ranks is set by engine_arguments."
         return int(given)
+    return free_bytes(config, device, before) - reserved
+
+
+def free_bytes(config: VllmConfig, device: torch.device, before: int) -> int:
+    """Return how much more of a CUDA device the rank may use; `before` is as above."""
     used = used_bytes(device)
     free, total = torch.cuda.mem_get_info(device)
     asked = int(config.cache_config.gpu_memory_utilization * total)
-    return min(asked - (used - before), free) - reserved
+    return min(asked - (used - before), free)

@@ -303,7 +303,8 @@ class RankEngine:
             self.probed = {**known.probed, **self.probed}
         elif spec.memory is not None:
             times = {key.width: mode.times for key, mode in self.modes.items()}
-            StartupMeasurements(times, self.probed).store(spec.memory, spec.rank)
+            whole = 0 if self.borrowing is None else self.borrowing.whole_layers
+            StartupMeasurements(times, self.probed, whole).store(spec.memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         progress("warm", len(self.modes), len(self.modes))

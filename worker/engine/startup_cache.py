@@ -19,10 +19,12 @@ Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
 
 @dataclass(frozen=True, slots=True)
 class StartupMeasurements:
-    """Step times by width, and all probes."""
+    """Step times by width, all probes, and the number of whole layers."""
 
     times: Mapping[int, StepTimes]
     probed: Probes
+    whole_layers: int = 0
+    """Layers of which the rank holds all parts, which all ranks have decided together."""
 
     def store(self, memory: CellMemory, rank: Rank) -> None:
         """Store them for the next process of the rank."""

@@ -24,6 +24,7 @@ from worker.engine.counters import LoanCounts
 from worker.engine.device import whole_blocks
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
+from worker.engine.startup_cache import StartupMeasurements
 from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
@@ -38,6 +39,7 @@ from worker.engine.weights.tree import (
     loading_plan,
     weight_bytes,
 )
+from worker.engine.weights.whole_layers import AutoWhole, room_for_whole
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
@@ -135,9 +137,23 @@ class TreeBuilder:
             # The others of a rank that joins serving ones have filled their memory long ago.
             meet=(lambda: None) if spec.joins else widest.group.barrier,
             stored=stored,
-            whole_layers=spec.whole_layers,
-            floor_goal_s=spec.floor_goal_s,
+            whole_layers=self._whole_layers(widest),
         )
+
+    def _whole_layers(self, widest: Communicator) -> AutoWhole | int:
+        """Return the number of whole layers, or how the ranks of a group that start decide it."""
+        spec = self.spec
+        if spec.whole_layers != "auto":
+            return spec.whole_layers
+        if spec.joins and spec.memory is not None:
+            # The others serve, so it cannot measure as they did.
+            return StartupMeasurements.load(spec.memory, spec.rank).whole_layers
+
+        def largest(number: int) -> int:
+            own = torch.tensor([number], device=self.device)
+            return int(widest.group.all_gather(own, dim=0).max())
+
+        return AutoWhole(spec.floor_goal_s, room_for_whole(self.base, self.device), largest)
 
     def _borrowing_tree(self, replica: nn.Module) -> nn.Module:
         """Build the tree that computes alone with parts of all ranks."""

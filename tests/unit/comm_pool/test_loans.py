@@ -12,6 +12,7 @@ from comm_pool.loans import (
     group_can_borrow,
     holders_of,
     loan_plan,
+    most_whole_layers,
     order_of,
     part_of,
     spread_whole,
@@ -135,6 +136,20 @@ def test_fewest_whole_layers_keep_the_floor() -> None:
     assert fewest_whole_layers([0] * 64, 2, 374e9, 0.001) == 0
     assert fewest_whole_layers(sizes, 1, 374e9, 0.0) == 0
     assert fewest_whole_layers([100] * 4, 4, 100.0, 6.0) == 2
+
+
+def test_most_whole_layers_fit_the_memory() -> None:
+    """A rank holds one part of each layer already."""
+    sizes = [393 * MB] * 64
+    assert most_whole_layers(sizes, 2, 16 * 1000 * MB) == 40
+    assert most_whole_layers(sizes, 4, 16 * 1000 * MB) == 13
+    assert most_whole_layers(sizes, 2, 393 * MB - 1) == 0
+    assert most_whole_layers(sizes, 2, 393 * MB) == 1
+    assert most_whole_layers(sizes, 2, 10**12) == 64
+    assert most_whole_layers(sizes, 1, 0) == 64
+    # The second layer is large, and with two whole layers it is one of them.
+    assert most_whole_layers([1, 9, 1], 2, 2) == 1
+    assert most_whole_layers([], 2, 0) == 0
 
 
 @pytest.mark.parametrize(

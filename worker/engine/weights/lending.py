@@ -10,15 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
-import structlog
 import torch
 from torch import nn
 from vllm.model_executor.models.utils import extract_layer_index
 
 from comm_pool.cpu.cell_memory import CellMemory
-from comm_pool.loans import Loan, fewest_whole_layers, loan_plan, part_of, spread_whole
+from comm_pool.loans import Loan, loan_plan, part_of, spread_whole
 from kvadaptor.transfer.peers import (
     allocate,
     attempt,
@@ -47,8 +46,7 @@ from worker.engine.weights.part_store import (
     unit_memory,
 )
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
-
-log = structlog.get_logger()
+from worker.engine.weights.whole_layers import AutoWhole
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,7 @@ def share_parts(
     cpu_group: Any,
     meet: Callable[[], None],
     stored: StoredPart | None = None,
-    whole_layers: Literal["auto"] | int = 0,
-    floor_goal_s: float | None = None,
+    whole_layers: AutoWhole | int = 0,
 ) -> Borrowing:
     """Move the units of a loaded part into memory that peers map, map theirs, and plan the loans.
 
@@ -106,8 +103,8 @@ def share_parts(
     cell's memory; any other part is stored there. Every loan is compared with what its lender
     holds.
 
-    Of `whole_layers` layers, evenly spread, the rank copies all parts now and borrows none; with
-    `auto` of the fewest with which loans alone take at most `floor_goal_s` seconds per step.
+    Of `whole_layers` layers, evenly spread, the rank copies all parts now and borrows none;
+    `AutoWhole` decides once the rate of the loans is known.
 
     Raises:
         ViewError: if the parts of two ranks are laid out differently, or a loan brings other bytes.
@@ -134,12 +131,17 @@ def share_parts(
     for rank, peer in peers.items():
         _check_same(rank, peer.units, described)
     build = partial(_borrowing, units, layouts, own, peers, place, device)
-    if whole_layers != "auto":
-        return build(whole_layers)
-    borrowing = build(0)
-    meet()  # All ranks measure at once, as they borrow in service.
-    count = _fewest_whole(borrowing.ring, units, layouts, place, floor_goal_s)
-    return build(count) if count else borrowing
+    if isinstance(whole_layers, int):
+        borrowing, prove = build(whole_layers)
+    else:
+        borrowing, prove = build(0)
+        meet()  # All ranks measure at once, as they borrow in service.
+        rate = borrowing.ring.step_bytes / borrowing.ring.floor_s()
+        part_bytes = [sum(layouts[n].loan_bytes for n in layer) for layer in layers_of(units)]
+        if count := whole_layers.decide(part_bytes, place.parts, rate):
+            borrowing, prove = build(count)
+    prove()
+    return borrowing
 
 
 def layers_of(units: Sequence[Unit]) -> list[list[int]]:
@@ -148,22 +150,6 @@ def layers_of(units: Sequence[Unit]) -> list[list[int]]:
     for number, unit in enumerate(units):
         layers.setdefault(extract_layer_index(unit.name), []).append(number)
     return [layers[index] for index in sorted(layers)]
-
-
-def _fewest_whole(
-    ring: LoanRing,
-    units: Sequence[Unit],
-    layouts: Sequence[UnitLayout],
-    place: Place,
-    floor_goal_s: float | None,
-) -> int:
-    if floor_goal_s is None:
-        return 0
-    part_bytes = [sum(layouts[n].loan_bytes for n in layer) for layer in layers_of(units)]
-    rate = ring.step_bytes / ring.floor_s()
-    count = fewest_whole_layers(part_bytes, place.parts, rate, floor_goal_s)
-    log.info("whole_layers", bytes_per_s=round(rate), goal_s=floor_goal_s, layers=count)
-    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +230,8 @@ def _borrowing(
     place: Place,
     device: torch.device,
     whole_layers: int,
-) -> Borrowing:
+) -> tuple[Borrowing, Callable[[], None]]:
+    """Return what the rank computes alone with, and the proof of its loans, not yet run."""
     layers = layers_of(units)
     whole = {n for layer in spread_whole(len(layers), whole_layers) for n in layers[layer]}
     loans = plan_of_units([unit.kind for unit in units], place, whole)
@@ -287,14 +274,14 @@ def _borrowing(
         for unit, of_unit in zip(units, parts, strict=True)
     }
     ring = make_ring(copies, device)
-    prove_loans(ring, residents, promises)
+    prove = partial(prove_loans, ring, residents, promises)
     slots_and_copies = (
         *slots.values(),
         *(copy for *_, copy in held),
         *(each for each in residents if each.numel()),
     )
     lenders = tuple(peer.pid for peer in peers.values() if peer.pid is not None)
-    return Borrowing(borrowed, ring, slots_and_copies, lenders, whole_layers)
+    return Borrowing(borrowed, ring, slots_and_copies, lenders, whole_layers), prove
 
 
 def _copy_whole(
