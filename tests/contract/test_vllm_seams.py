@@ -36,10 +36,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
+from comm_pool.layout import Mode  # noqa: E402
 from kvadaptor.translate import SlotTable, translate  # noqa: E402
 from kvadaptor.views import KVBuffer  # noqa: E402
 from tests.harness.kv.slots import slot_byte_range, slot_index  # noqa: E402
-from worker.engine.config import thinned  # noqa: E402
+from tests.harness.vllm.mode_schedulers import base_config  # noqa: E402
+from worker.engine.config import ModeKey, mode_config, sparse, thinned  # noqa: E402
 from worker.engine.runners.cpu import PositionGenerator, position_seed  # noqa: E402
 from worker.engine.scheduling.grants import BlockGrants  # noqa: E402
 from worker.engine.scheduling.step_plan import StepPlan, give_lists, listed  # noqa: E402
@@ -337,6 +339,22 @@ def test_wide_modes_capture_fewer_graphs() -> None:
     assert [size for size in kept if size <= 64] == [1, 2, 4, *range(8, 65, 8)]
     assert max(after / before for before, after in pairwise(kept) if before >= 64) <= 1.25
     assert thinned([1, 2, 4, 100]) == [1, 2, 4, 100]
+
+
+def test_modes_that_borrow_capture_few_graphs() -> None:
+    sizes = [1, 2, 4, *range(8, 257, 8)]
+    assert sparse(sizes) == [1, 8, 32, 128, 256]
+    assert sparse([1, 2, 4, 100]) == [1, 100]
+    base = base_config()
+    base.compilation_config.cudagraph_capture_sizes = sizes
+
+    def captured(mode: Mode, width: int, *, borrows: bool) -> list[int]:
+        config = mode_config(base, ModeKey(mode, width), borrows=borrows)
+        return list(config.compilation_config.cudagraph_capture_sizes or [])
+
+    assert captured(Mode.DP, 1, borrows=True) == sparse(sizes)
+    assert captured(Mode.DP, 1, borrows=False) == sizes
+    assert captured(Mode.TP, 2, borrows=False) == thinned(sizes)
 
 
 @pytest.mark.parametrize(

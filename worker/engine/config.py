@@ -218,6 +218,10 @@ class ModeKey:
         return f"{self.mode}{self.width}"
 
 
+SPARSE_SIZES = (1, 8, 32, 128)
+"""Batch sizes to capture, besides the largest one, where loans take longer than decodes."""
+
+
 def thinned(sizes: list[int]) -> list[int]:
     """Return the batch sizes to capture: all up to 64, fewer above, and the largest.
 
@@ -233,8 +237,21 @@ def thinned(sizes: list[int]) -> list[int]:
     return [size for size in sizes if is_captured(size) or size == max(sizes)]
 
 
-def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:
+def sparse(sizes: list[int]) -> list[int]:
+    """Return the batch sizes to capture where loans take longer than decodes: few.
+
+    A step of fewer rows than its graph waits no longer for its loans, and every graph takes memory
+    that KV lacks.
+    """
+    return [size for size in sizes if size in SPARSE_SIZES or size == max(sizes)]
+
+
+def mode_config(
+    base: VllmConfig, key: ModeKey, layout: str = "LBHNC", *, borrows: bool = False
+) -> VllmConfig:
     """Return a copy of `base` under which vLLM builds the objects of one mode.
+
+    `borrows`: its steps borrow weights.
 
     `static_forward_context` (layer name -> attention layer) is fresh, so that trees with equal
     layer names coexist; `additional_config` makes the configurations hash differently.
@@ -252,8 +269,9 @@ def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmCo
     # It would visit expert layers in the order of the tp tree, also in sp.
     config.compilation_config.fast_moe_cold_start = False
     sizes = config.compilation_config.cudagraph_capture_sizes
-    if key.width > 1 and sizes:
-        config.compilation_config.cudagraph_capture_sizes = thinned(sizes)
+    if sizes and (borrows or key.width > 1):
+        fewer = sparse(sizes) if borrows else thinned(sizes)
+        config.compilation_config.cudagraph_capture_sizes = fewer
     config.scheduler_config = copy.copy(base.scheduler_config)
     additional: dict[str, Any] = dict(base.additional_config or {})
     config.additional_config = {**additional, "aileron_mode": str(key)}

@@ -4,7 +4,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,13 +121,19 @@ def _reaches(*_: object) -> bool:
 
 
 def make_runner(
-    config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+    config: VllmConfig,
+    device: torch.device,
+    trees: Mapping[StepMode, nn.Module],
+    borrowing: Collection[StepMode] = (),
 ) -> Any:
-    """Return the runner of one width: model runner V2 on CUDA, V1 on CPU, with one interface."""
+    """Return the runner of one width: model runner V2 on CUDA, V1 on CPU, with one interface.
+
+    Steps in the modes `borrowing` read weights from peers.
+    """
     if device.type == "cuda":
         from worker.engine.runners.gpu import GpuModeRunner
 
-        return GpuModeRunner(config, device, trees)
+        return GpuModeRunner(config, device, trees, borrowing)
     from worker.engine.runners.cpu import ModeRunner
 
     return ModeRunner(config, device, trees)

@@ -88,7 +88,11 @@ class RankEngine:
         self.keys = tuple(
             ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in modes_widths(spec)
         )
-        configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
+        borrows = spec.parts > 1 and spec.borrow != "none"
+        configs = {
+            key: mode_config(base, key, LAYOUT.name, borrows=borrows and key.width == 1)
+            for key in self.keys
+        }
         builder = TreeBuilder(base, configs, self.keys, spec, self.communicators, self.device)
         replica = builder.load()
         progress("weights", 1, 1)
@@ -136,7 +140,8 @@ class RankEngine:
         activate(self.communicators.of_width(key.width))
         before = used_bytes(self.device)
         with set_current_vllm_config(config):
-            runner = make_runner(config, self.device, trees)
+            modes = frozenset() if self.borrowing is None else self.borrowing.modes
+            runner = make_runner(config, self.device, trees, modes)
         self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
         return runner
 

@@ -6,7 +6,7 @@ trees computes a step, each with its own graphs.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.views import KVBuffer
+from worker.engine.config import sparse
 from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, give_lists
 from worker.engine.scheduling.token_rows import take_arrays
 from worker.engine.sequence_parallel.exchange import Exchange
@@ -66,9 +67,14 @@ the largest decode graph.
 """
 
 
-def prompt_graph_sizes(batched_tokens_max: int) -> list[int]:
+PROMPT_GRAPH_TOKENS_BORROWING = (256, 512, 768, 1024)
+"""The same where steps borrow: the loans of a smaller one take as long."""
+
+
+def prompt_graph_sizes(batched_tokens_max: int, *, borrows: bool) -> list[int]:
     """Return the captured sizes of steps that read prompts."""
-    return [size for size in PROMPT_GRAPH_TOKENS if size <= batched_tokens_max]
+    sizes = PROMPT_GRAPH_TOKENS_BORROWING if borrows else PROMPT_GRAPH_TOKENS
+    return [size for size in sizes if size <= batched_tokens_max]
 
 
 def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
@@ -85,10 +91,18 @@ class GpuModeRunner(GPUModelRunner):
     """vLLM's runner V2 over ready module trees and the rank's KV buffer."""
 
     def __init__(
-        self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        trees: Mapping[StepMode, nn.Module],
+        borrowing: Collection[StepMode] = (),
     ) -> None:
-        """All `trees` compute the same step; vLLM's own set-up sees the first."""
+        """All `trees` compute the same step; vLLM's own set-up sees the first.
+
+        Those of the modes `borrowing` read weights from peers.
+        """
         super().__init__(config, device)
+        self._borrowing = frozenset(borrowing)
         self._trees = dict(trees)
         self._first = next(iter(self._trees))
         self._graphs: dict[StepMode, ModelCudaGraphManager] = {}
@@ -119,8 +133,17 @@ class GpuModeRunner(GPUModelRunner):
         assert own is not None
         if mode is self._first:
             return own
+        return self._own_manager(self._sp_sizes(mode, width), own.cudagraph_mode)
+
+    def _sp_sizes(self, mode: StepMode, width: int) -> list[int]:
         sizes = self.compilation_config.cudagraph_capture_sizes or []
-        return self._own_manager(sp_graph_sizes(sizes, _shares(mode, width)), own.cudagraph_mode)
+        sizes = sparse(sizes) if mode in self._borrowing else sizes
+        return sp_graph_sizes(sizes, _shares(mode, width))
+
+    def _prompt_sizes(self) -> list[int]:
+        return prompt_graph_sizes(
+            self.scheduler_config.max_num_batched_tokens, borrows=self._first in self._borrowing
+        )
 
     def _prepare_prompt_graphs(self) -> None:
         """Prepare graphs for prompts if the back end can replay any mix of queries.
@@ -131,8 +154,7 @@ class GpuModeRunner(GPUModelRunner):
         builders = [builder for group in groups for builder in group.metadata_builders]
         if not all(getattr(builder, "max_num_splits", 0) for builder in builders):
             return
-        sizes = prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens)
-        self._prompt_graphs = self._own_manager(sizes, CUDAGraphMode.FULL)
+        self._prompt_graphs = self._own_manager(self._prompt_sizes(), CUDAGraphMode.FULL)
         self._split_builders = builders
         first = builders[0]
         self._decode_limits = (first.max_cudagraph_size or 0, first.max_num_splits)
@@ -165,7 +187,7 @@ class GpuModeRunner(GPUModelRunner):
         """Return the sizes in tokens of the graphs for steps that read prompts in this mode."""
         if self._prompt_graphs is None or mode is not self._first:
             return ()
-        return prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens)
+        return self._prompt_sizes()
 
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share all but tree and graphs."""
@@ -217,8 +239,8 @@ class GpuModeRunner(GPUModelRunner):
         sizes = self.compilation_config.cudagraph_capture_sizes or []
         width = self.parallel_config.tensor_parallel_size
         others = [mode for mode in self._trees if mode is not self._first]
-        more = sum(len(sp_graph_sizes(sizes, _shares(mode, width))) for mode in others)
-        more += len(prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens))
+        more = sum(len(self._sp_sizes(mode, width)) for mode in others)
+        more += len(self._prompt_sizes())
         return working, int((expected - working) * (1 + more / max(1, len(sizes))))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
