@@ -43,6 +43,9 @@ torch's would kill a process whose communicators are aborted, or which misses a 
 MAX_SPLIT_MIB = 20
 """Free blocks from this size on are used whole during loading; it is torch's minimum."""
 
+WHOLE_SHARE = 0.5
+"""Part of the memory left beside the parts that whole layers may take; the rest is for KV."""
+
 
 def prepare_launcher(base: VllmConfig) -> None:
     """Do once, before ranks are forked, what each of them would do alike.
@@ -236,3 +239,12 @@ def free_bytes(config: VllmConfig, device: torch.device, before: int) -> int:
     free, total = torch.cuda.mem_get_info(device)
     asked = int(config.cache_config.gpu_memory_utilization * total)
     return min(asked - (used - before), free)
+
+
+def room_for_whole(config: VllmConfig, device: torch.device) -> int | None:
+    """Return the bytes that whole layers may take once the parts are loaded; None on CPU."""
+    given = config.cache_config.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return None
+    free = free_bytes(config, device, before=0)
+    return max(0, min(int(WHOLE_SHARE * free), free - (given or 0)))

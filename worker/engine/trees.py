@@ -21,7 +21,7 @@ from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.views import LAYOUT
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.counters import LoanCounts
-from worker.engine.device import whole_blocks
+from worker.engine.device import room_for_whole, whole_blocks
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
 from worker.engine.startup_cache import StartupMeasurements
@@ -39,7 +39,7 @@ from worker.engine.weights.tree import (
     loading_plan,
     weight_bytes,
 )
-from worker.engine.weights.whole_layers import AutoWhole, room_for_whole
+from worker.engine.weights.whole_layers import AutoWhole
 from worker.spec import RankSpec
 
 log = structlog.get_logger()

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-from worker.engine.weights import whole_layers
-from worker.engine.weights.whole_layers import WHOLE_SHARE, AutoWhole, room_for_whole
+from worker.engine import device
+from worker.engine.device import WHOLE_SHARE, room_for_whole
+from worker.engine.weights.whole_layers import AutoWhole
 
 SIZES = [393_000_000] * 64
 RATE = 374e9
@@ -69,7 +70,7 @@ def test_the_slowest_link_and_the_fullest_device_decide_for_all_ranks() -> None:
 def test_kv_keeps_what_it_was_given_and_half_of_the_rest(
     monkeypatch: pytest.MonkeyPatch, given: int | None, room: float
 ) -> None:
-    monkeypatch.setattr(whole_layers, "free_bytes", lambda *_args, **_named: 30 * 10**9)
+    monkeypatch.setattr(device, "free_bytes", lambda *_args, **_named: 30 * 10**9)
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=given))
     assert room_for_whole(config, torch.device("cuda")) == room
     assert room_for_whole(config, torch.device("cpu")) is None

@@ -4,16 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
-import torch
-from vllm.config import VllmConfig
 
 from comm_pool.loans import fewest_whole_layers, most_whole_layers
-from worker.engine.device import free_bytes
 
 log = structlog.get_logger()
-
-WHOLE_SHARE = 0.5
-"""Part of the memory left beside the parts that whole layers may take; the rest is for KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +44,3 @@ class AutoWhole:
             layers=layers,
         )
         return layers
-
-
-def room_for_whole(config: VllmConfig, device: torch.device) -> int | None:
-    """Return the bytes that whole layers may take once the parts are loaded; None on CPU."""
-    given = config.cache_config.kv_cache_memory_bytes
-    if device.type == "cpu":
-        return None
-    free = free_bytes(config, device, before=0)
-    return max(0, min(int(WHOLE_SHARE * free), free - (given or 0)))
