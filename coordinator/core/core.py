@@ -132,8 +132,8 @@ class Core(CoreViews):
             case RankClosed(rank, incarnation):
                 self._roster.on_closed(rank, incarnation)
                 effects = [note("rank_session_closed", rank=rank)]
-            case RankExited(rank):
-                effects = self._rank_exited(rank, now_ms)
+            case RankExited():
+                effects = self._rank_exited(event, now_ms)
             case GatewayOpened(hello):
                 effects = self._gateway_opened(hello, now_ms)
             case GatewaySent(gateway, message):
@@ -214,10 +214,12 @@ class Core(CoreViews):
             self._switcher.log.count(Carry.DRAIN)
         return effects
 
-    def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
+    def _rank_exited(self, exited: RankExited, now_ms: int) -> list[Effect]:
+        rank, is_at_fault = exited.rank, exited.is_at_fault
         self._roster.on_exited(rank)
         self._switcher.lose((rank,), now_ms)
-        return [warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
+        lost = self._pool.lost(rank, now_ms, is_at_fault=is_at_fault)
+        return [warning("rank_exited", rank=rank, is_at_fault=is_at_fault), *lost]
 
     def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
         self._gateways.heard(hello.gateway)

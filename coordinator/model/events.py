@@ -58,6 +58,8 @@ class RankExited:
     """The supervisor saw the rank's newest process end."""
 
     rank: Rank
+    is_at_fault: bool = True
+    """Whether its tasks may be the cause; not so if it ended on demand or with a peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,9 @@ class CellServer:
             for rank, incarnation in report.ended:
                 if 0 <= rank < self._world and incarnation > self._ended.get(rank, -1):
                     self._ended[rank] = incarnation
+                    exited = RankExited(rank, is_at_fault=rank not in report.without_fault)
                     await self._owner.post(
-                        RankExited(rank), functools.partial(self._is_newest, rank, incarnation)
+                        exited, functools.partial(self._is_newest, rank, incarnation)
                     )
 
         outbox = Outbox()

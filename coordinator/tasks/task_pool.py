@@ -210,10 +210,14 @@ class TaskPool:
             effects += self._hold(hello.rank, each, now_ms)
         return effects
 
-    def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
-        """Take back the tasks that a lost rank led; they continue after their delivered tokens."""
+    def lost(self, rank: Rank, now_ms: int, *, is_at_fault: bool = True) -> list[Effect]:
+        """Take back the tasks that a lost rank led; they continue after their delivered tokens.
+
+        A task that is lost with more than `LOSSES_MAX` ranks fails. Ranks that were not at fault,
+        since they were ended, do not count.
+        """
         effects: list[Effect] = []
-        for task in self._tasks.held_by(rank):
+        for task in self._tasks.held_by(rank) if is_at_fault else ():
             task.losses += 1
             if task.losses > LOSSES_MAX:
                 effects += self._fail(TaskFailed(task.id, "worker_lost", LOST_TOO_OFTEN))

@@ -37,6 +37,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """The newest process of each rank that has ended."""
     newest: tuple[tuple[Rank, int], ...] = ()
     """The newest process of each rank, running or not."""
+    without_fault: tuple[Rank, ...] = ()
+    """Ranks whose ended process ended on demand, or with a peer it cannot serve without."""
 
 
 _decode_status = msgspec.json.Decoder(ProcessStatus).decode
@@ -140,5 +142,5 @@ class _ExitReporter:
     async def _statuses(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:
             self._changed.clear()
-            yield RanksEnded(PROTOCOL_VERSION, self._status.ended)
+            yield RanksEnded(PROTOCOL_VERSION, self._status.ended, self._status.without_fault)
             await self._changed.wait()

@@ -180,7 +180,10 @@ class Launcher:
         self._send_status()
 
     def _send_status(self) -> None:
-        self._pipe.send(ProcessStatus(self._restarts.ended(), self._restarts.newest()))
+        restarts = self._restarts
+        self._pipe.send(
+            ProcessStatus(restarts.ended(), restarts.newest(), restarts.without_fault())
+        )
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
         joins = self._shares_memory and len(ranks) < self._config.cell.ranks

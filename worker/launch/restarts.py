@@ -54,6 +54,7 @@ class Restarts:
         self._incarnations: dict[Rank, int] = {}
         self._cohorts: dict[Rank, Cohort] = {}
         self._ended: dict[Rank, int] = {}
+        self._without_fault: set[Rank] = set()
         self._failures: dict[Rank, int] = {}
         self._ready_at: dict[Rank, float] = {}
         self._were_ready: set[Rank] = set()
@@ -93,6 +94,11 @@ class Restarts:
     def record_end(self, rank: Rank) -> None:
         """Record that the rank's process ended, without scheduling a restart."""
         self._ended[rank] = self._incarnations[rank]
+        fell = not self._running.issuperset(self._aligned(rank))
+        if fell or rank in self._renewed:
+            self._without_fault.add(rank)
+        else:
+            self._without_fault.discard(rank)
         self._running.discard(rank)
         self._ready_at.pop(rank, None)
 
@@ -171,6 +177,10 @@ class Restarts:
     def newest(self) -> tuple[tuple[Rank, int], ...]:
         """Return the newest process of each rank, as (rank, incarnation)."""
         return tuple(sorted(self._incarnations.items()))
+
+    def without_fault(self) -> tuple[Rank, ...]:
+        """Return whose newest ended process ended on demand, or after a peer of its block."""
+        return tuple(sorted(self._without_fault))
 
     def ended(self) -> tuple[tuple[Rank, int], ...]:
         """Return the newest ended process of each rank, as (rank, incarnation)."""

@@ -18,6 +18,8 @@ class RanksEnded(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     ended: tuple[tuple[Rank, int], ...]
+    without_fault: tuple[Rank, ...] = ()
+    """Those of them that ended on demand, or with a peer that they cannot serve without."""
 
 
 class RenewRanks(Message, frozen=True):

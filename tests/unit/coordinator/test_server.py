@@ -271,8 +271,10 @@ async def test_a_launcher_tells_which_processes_have_ended(cell: Cell) -> None:
         await cell.until(lambda: cell.core.count(RankOpened) == 2)
         async with cell.launcher((0, 5), (1, 6), (9, 1)) as call:
             await cell.until(lambda: RankExited(Rank(0)) in cell.core.heard)
-            await call.write(RanksEnded(PROTOCOL_VERSION, ((Rank(0), 5), (Rank(1), 7))))
-            await cell.until(lambda: RankExited(Rank(1)) in cell.core.heard)
+            ended = ((Rank(0), 5), (Rank(1), 7))
+            await call.write(RanksEnded(PROTOCOL_VERSION, ended, (Rank(1),)))
+            fell = RankExited(Rank(1), is_at_fault=False)
+            await cell.until(lambda: fell in cell.core.heard)
     assert cell.core.count(RankExited) == 2, "once each, and not of an older process"
 
 

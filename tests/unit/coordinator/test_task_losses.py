@@ -50,6 +50,17 @@ def test_a_task_that_is_lost_with_one_rank_after_another_ends() -> None:
     tasks.integrity()
 
 
+def test_ranks_that_were_ended_do_not_count_as_losses() -> None:
+    tasks = placed("a")
+    for _ in range(LOSSES_MAX + 2):
+        *_, asked = messages(tasks.lost(ZERO, 1, is_at_fault=False))
+        assert isinstance(asked, Resubmit)
+        tasks.submit(submit("a", delivered=[7], attempt=asked.attempt), 2)
+        tasks.place([group(ZERO)], 3)
+    assert state(tasks, A) is State.PLACED
+    tasks.integrity()
+
+
 def test_a_finished_task_whose_last_tokens_may_be_lost_is_asked_for() -> None:
     tasks = placed("a", "b")
     tasks.ended(ZERO, ended(A, 1))

@@ -71,10 +71,11 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
     pipe.send(ProcessStatus(newest=NEWEST))
     while (await coordinator.next()).ended:
         pass
-    pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST))
+    pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST, (Rank(1),)))
     while not (said := await coordinator.next()).ended:
         pass
     assert said.ended == ((1, 6),)
+    assert said.without_fault == (1,)
     await coordinator.say(RenewRanks(((Rank(0), 4), (Rank(1), 6))))
     await coordinator.say(RenewRanks(()))
     await coordinator.say(RenewRanks(NEWEST[:1]))

@@ -191,6 +191,39 @@ def test_who_cannot_serve_without_a_rank_ends_and_starts_with_it() -> None:
     assert made.fall_with(Rank(2)) == [3]
 
 
+def test_only_who_ends_first_in_a_block_is_at_fault() -> None:
+    made = in_blocks()
+    made.exited(Rank(3), 10.0)
+    assert made.without_fault() == ()
+    made.exited(Rank(2), 10.4)
+    assert made.without_fault() == ranks(2)
+    again = Cohort(2, ranks(2, 3), 0)
+    for rank in again.ranks:
+        made.started(rank, again, 110)
+    made.exited(Rank(2), 20.0)
+    made.exited(Rank(3), 20.1)
+    assert made.without_fault() == ranks(3)
+
+
+def test_who_is_ended_on_demand_is_not_at_fault() -> None:
+    made = in_blocks()
+    made.renew(ranks(1), 10.0)
+    made.record_end(Rank(1))
+    made.record_end(Rank(0))
+    assert made.without_fault() == ranks(0, 1)
+
+
+def test_ranks_that_serve_without_each_other_are_at_fault() -> None:
+    made = Restarts(2, TOGETHER_S, shares_memory=True)
+    cohort = Cohort(1, ranks(0, 1), 0)
+    for rank in cohort.ranks:
+        made.started(rank, cohort, 100)
+        made.ready(rank, 0.0)
+    made.exited(Rank(0), 10.0)
+    made.exited(Rank(1), 10.0)
+    assert made.without_fault() == ()
+
+
 def test_a_block_waits_for_the_one_of_it_that_fails_most() -> None:
     made = in_blocks()
     alone = Cohort(2, ranks(0), 0)
