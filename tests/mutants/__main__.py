@@ -51,10 +51,9 @@ PARTS = {
         ),
     ),
     "loans": Part(
-        ("comm_pool.loans", "comm_pool.loan_slots"),
+        ("comm_pool.loans",),
         (
             UNIT + "comm_pool/test_loans.py",
-            UNIT + "comm_pool/test_loan_slots.py",
             PROPERTY + "test_loans.py",
         ),
     ),

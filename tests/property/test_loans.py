@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_pool.loan_slots import SlotError, SlotStates
+from tests.harness.loan_slots import SlotError, SlotStates
 from comm_pool.loans import (
     Loan,
     LoanError,

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_pool.loan_slots import SlotStates
+from tests.harness.loan_slots import SlotStates
 from comm_pool.loans import Loan, holders_of, order_of
 from worker.engine.weights.lending import Place, plan_of_units
 from worker.engine.weights.part_memory import UnitKind

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_pool.loan_slots import SlotStates
+from tests.harness.loan_slots import SlotStates
 from comm_pool.loans import Loan, loan_plan
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from comm_pool.loan_slots import SlotError, SlotState, SlotStates
+from tests.harness.loan_slots import SlotError, SlotState, SlotStates
 from comm_pool.loans import Loan, loan_plan
 
 FREE, FILLING, FULL, IN_USE = SlotState
