@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from comm_pool.layout import Layout, LayoutError, parse_layout
+from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.mistakes import sentences_of
@@ -334,6 +334,17 @@ class Config(_Frozen):
                 f"cell.layout {self.cell.layout}: each rank holds one of {parts} parts of the "
                 f"weights and borrows none, so use only groups that are {widest} wide, such as "
                 f"tp{widest}, or let ranks borrow (--borrow ffn)."
+            )
+        whole = [
+            group
+            for group in layout.groups
+            if group.mode in (Mode.SP, Mode.SHIFT) and group.tp == 1
+        ]
+        if whole:
+            raise ValueError(
+                f"cell.layout {self.cell.layout}: {whole[0].name} needs all of the weights on each "
+                f"rank, which holds one of {parts} parts and borrows none: use tp{widest} or a "
+                "mixed mode, or let ranks borrow (--borrow ffn)."
             )
         if self.policy.name == "adaptive":
             raise ValueError(

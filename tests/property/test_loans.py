@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.loan_slots import SlotError, SlotStates
 from comm_pool.loans import (
     Loan,
     LoanError,
@@ -24,6 +23,7 @@ from comm_pool.loans import (
     part_of,
     spread_whole,
 )
+from tests.harness.loan_slots import SlotError, SlotStates
 
 RANKS_MAX = 16
 LAYERS_MAX = 8

@@ -214,6 +214,11 @@ def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None
         (("--weight-parts", "2", "--borrow", "none", "--whole-layers", "auto"), "read no layers"),
         (("--weight-parts", "2", "--whole-layers", "-1"), "greater than or equal to 0"),
         ((*HALVES_ALONE, "--layout", "dp4"), "only groups that are 4 wide, such as tp4, or let "),
+        (
+            (*HALVES_ALONE, "--ranks", "4", "--layout", "sp4"),
+            r"sp4 needs all of the weights on each rank.*use tp4 or a mixed mode, or let ranks",
+        ),
+        ((*HALVES_ALONE, "--ranks", "4", "--layout", "shift4"), "shift4 needs all of the weights"),
         ((*HALVES_ALONE, "--layout", "tp2+tp2"), r"ranks borrow \(--borrow ffn\)"),
         (
             (*HALVES_ALONE, "--policy", "adaptive"),

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.harness.loan_slots import SlotError, SlotState, SlotStates
 from comm_pool.loans import Loan, loan_plan
+from tests.harness.loan_slots import SlotError, SlotState, SlotStates
 
 FREE, FILLING, FULL, IN_USE = SlotState
 

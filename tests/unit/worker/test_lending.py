@@ -7,8 +7,8 @@ pytest.importorskip("vllm")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.loan_slots import SlotStates
 from comm_pool.loans import Loan, holders_of, order_of
+from tests.harness.loan_slots import SlotStates
 from worker.engine.weights.lending import Place, plan_of_units
 from worker.engine.weights.part_memory import UnitKind
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.loan_slots import SlotStates
 from comm_pool.loans import Loan, loan_plan
+from tests.harness.loan_slots import SlotStates
 from worker.engine.weights.ring import LoanCopy, LoanRing, make_ring
 
 BYTES = 16
