@@ -69,6 +69,15 @@ def modes_widths(spec: RankSpec) -> tuple[int, ...]:
     return (spec.widest,) if spec.borrow == "none" else (1, spec.widest)
 
 
+def communicator_widths(spec: RankSpec) -> tuple[int, ...]:
+    """Return the widths of aligned groups that serve or exchange heads, ascending, with 1.
+
+    Communicators of other widths would take memory and start-up time for nothing.
+    """
+    used = {*modes_widths(spec), *(mixed.sp for mixed in spec.mixed)}
+    return tuple(sorted({1, *used.intersection(spec.widths)}))
+
+
 def part_of(spec: RankSpec) -> int:
     """Return the part of the weights that the rank holds: neighbours hold the same one."""
     return loans.part_of(spec.rank % spec.widest, spec.widest, spec.parts)

@@ -47,7 +47,7 @@ from worker.engine.startup_cache import Probes, StartupMeasurements
 from worker.engine.step_times import StepTimes
 from worker.engine.trees import TreeBuilder
 from worker.engine.weights.layers import ViewError
-from worker.spec import RankSpec, modes_widths
+from worker.spec import RankSpec, communicator_widths, modes_widths
 
 log = structlog.get_logger()
 
@@ -69,13 +69,14 @@ class RankEngine:
         self.device = prepare_process(base, spec.rank, spec.threads, spec.ranks_per_device)
         notes = MemoryNotes(self.device)
         self._token = torch.zeros(64, device=self.device)
-        progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
+        widths = communicator_widths(spec)
+        progress("communicators", 0, max(1, len(widths) - 1 + len(spec.mixed)))
         self.communicators = CommunicatorPool(
             base,
             rank=spec.rank,
             first=spec.first,
             world=spec.world,
-            widths=spec.widths,
+            widths=widths,
             mixed=spec.mixed,
             init_method=spec.init_method,
             device=self.device,

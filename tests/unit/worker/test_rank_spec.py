@@ -6,7 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from worker import spec as module
 from worker.cohort import Cohort
-from worker.spec import RankSpec, everyone, modes_widths, rank_spec
+from worker.spec import RankSpec, communicator_widths, everyone, modes_widths, rank_spec
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,11 @@ def test_ranks_that_borrow_serve_alone_and_in_the_widest_groups() -> None:
     replica = spec_of()
     assert (replica.parts, replica.borrow, replica.whole_layers) == (1, "none", 0)
     assert modes_widths(replica) == (1, 2, 4)
+
+
+def test_ranks_have_communicators_of_the_widths_that_they_use() -> None:
+    assert communicator_widths(spec_of()) == (1, 2, 4)
+    assert communicator_widths(spec_of(weight_parts=4)) == (1, 4)
+    assert communicator_widths(spec_of(weight_parts=4, borrow="none")) == (1, 4)
+    # Ranks with the same half exchange heads in pairs.
+    assert communicator_widths(spec_of(weight_parts=2)) == (1, 2, 4)
