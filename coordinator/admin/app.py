@@ -127,11 +127,11 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/layout")
     async def layout() -> dict[str, Any]:
-        return core.layout_view()
+        return core.views.layout_view()
 
     @app.get("/admin/ranks")
     async def ranks() -> dict[str, Any]:
-        return core.ranks_view(clock())
+        return core.views.ranks_view(clock())
 
     @app.get("/admin/switches")
     async def switches(last: Last = 20) -> dict[str, Any]:
@@ -139,18 +139,18 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
-        decisions: Any = core.decisions_view(last)["decisions"]
+        decisions: Any = core.views.decisions_view(last)["decisions"]
         views = _of_day(_of_day(decisions, "time", clock()), "since", clock())
-        return {"decisions": views, **core.step_times_view()}
+        return {"decisions": views, **core.views.step_times_view()}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:
         return {
             **context.facts,
             "gateways": len(context.owner.gateway_outboxes),
-            **core.layout_view(),
-            **core.ranks_view(clock()),
-            "queue": core.queue_view(),
+            **core.views.layout_view(),
+            **core.views.ranks_view(clock()),
+            "queue": core.views.queue_view(),
             "batches": batches_view(context.owner),
             "switches": _switches(context, 1),
         }
@@ -166,9 +166,9 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             "gateways": len(context.owner.gateway_outboxes),
             "world": context.world,
             "widths": context.widths,
-            **core.layout_view(),
-            **core.ranks_view(clock()),
-            "queue": core.queue_view(),
+            **core.views.layout_view(),
+            **core.views.ranks_view(clock()),
+            "queue": core.views.queue_view(),
             "switches": _switches(context, LIVE_SWITCHES),
             "samples": context.history.after(after),
         }
@@ -188,7 +188,7 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     asked_ms = context.clock()
     core = context.core
     layout, carry = _read_wanted(context, body)
-    if core.is_recovering:
+    if core.views.is_recovering:
         raise _AnswerError(
             503, "recovering", _sentence(core.why_unreachable(layout) or "try again.")
         )
@@ -199,19 +199,19 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     _require_target(core, wanted)
     if wait:
         await _until_serving(core, wanted)
-    answer = core.layout_view()
+    answer = core.views.layout_view()
     switches = _switches(context, 1)
     return {**answer, "switch": switches[-1] if switches else None}
 
 
 async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
-    out = context.core.modes_out
+    out = context.core.views.modes_out
     if mode not in out:
         names = f"use one of {', '.join(sorted(out))}" if out else "every mode serves"
         text = f"'{mode[:40]}' is not out of service: {names}."
         raise _AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(ReinstateMode(mode))
-    return context.core.layout_view()
+    return context.core.views.layout_view()
 
 
 async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
@@ -224,11 +224,11 @@ async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
         text = "No launcher of ranks is connected: check that `aileron rank` runs, and try again."
         raise _AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
-    return context.core.layout_view()
+    return context.core.views.layout_view()
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:
-    switches: Any = context.core.switches_view(last)["switches"]
+    switches: Any = context.core.views.switches_view(last)["switches"]
     return _of_day(switches, "started_ms", context.clock(), "time")
 
 
@@ -249,7 +249,7 @@ def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry
 
 
 def _require_target(core: Core, wanted: str) -> None:
-    if (target := core.target_name) != wanted:
+    if (target := core.views.target_name) != wanted:
         raise _AnswerError(
             409,
             "superseded",
@@ -260,12 +260,12 @@ def _require_target(core: Core, wanted: str) -> None:
 async def _until_serving(core: Core, wanted: str) -> None:
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
-            epoch = core.epoch
-            while not core.is_serving:
+            epoch = core.views.epoch
+            while not core.views.is_serving:
                 await asyncio.sleep(WAIT_POLL_S)
-                if core.epoch != epoch:  # Polling must be cheap.
+                if core.views.epoch != epoch:  # Polling must be cheap.
                     _require_target(core, wanted)
-                    epoch = core.epoch
+                    epoch = core.views.epoch
     except TimeoutError:
         raise _AnswerError(
             504,

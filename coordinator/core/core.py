@@ -79,18 +79,24 @@ OPERATOR = "operator"
 """Cause of a switch that an operator asked for."""
 
 
-class Core(CoreViews):
+class Core:
     """The coordinator of one cell, without its sockets and clock."""
 
     __slots__ = (
         "_answers",
         "_coordinator_id",
+        "_decisions",
         "_gateways",
+        "_pool",
         "_publisher",
         "_restoring",
+        "_roster",
+        "_settings",
         "_steering",
         "_stragglers",
+        "_switcher",
         "_version",
+        "views",
     )
 
     def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
@@ -120,6 +126,7 @@ class Core(CoreViews):
         self._publisher = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives sent last."""
+        self.views = CoreViews(settings, self._roster, self._switcher, self._pool, self._decisions)
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Return the effects of an event."""

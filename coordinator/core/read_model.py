@@ -14,11 +14,19 @@ class CoreViews:
 
     __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_switcher")
 
-    _decisions: DecisionLog
-    _pool: TaskPool
-    _roster: Roster
-    _settings: CoreSettings
-    _switcher: Switcher
+    def __init__(
+        self,
+        settings: CoreSettings,
+        roster: Roster,
+        switcher: Switcher,
+        pool: TaskPool,
+        decisions: DecisionLog,
+    ) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._switcher = switcher
+        self._pool = pool
+        self._decisions = decisions
 
     @property
     def epoch(self) -> int:

@@ -189,7 +189,9 @@ class Faults:
 
     def _switch(self, world: "World", wanted: Layout | None = None) -> None:
         layout = wanted or self.rng.choice(self.layouts)
-        gone = [rank for rank in layout.ranks if world.core and not world.core.is_available(rank)]
+        gone = [
+            rank for rank in layout.ranks if world.core and not world.core.views.is_available(rank)
+        ]
         carry = self.rng.choice(CARRIES)
         world.want_switch(layout.without(gone), carry)
 

@@ -61,7 +61,9 @@ class OpenSteps:
 
     def _is_cut_out(self, member: "SimRank") -> bool:
         core = self._world.core
-        return core is not None and not (core.is_recovering or core.is_available(member.rank))
+        return core is not None and not (
+            core.views.is_recovering or core.views.is_available(member.rank)
+        )
 
     def _let_out(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Those inside come out of the step, which does not count, and of their group for good."""
@@ -107,10 +109,10 @@ class OpenSteps:
         for other in self._world.alive:
             check_one_leads(step, leader, other, self._world.gateways)
         core = self._world.core
-        if core is not None and not core.is_recovering:
+        if core is not None and not core.views.is_recovering:
             # Who computes wrongly is left out while its lease lasts; its tokens are fenced off.
             check(
-                core.is_available(leader.rank) or core._roster.guard.is_wrong(leader.rank),
+                core.views.is_available(leader.rank) or core._roster.guard.is_wrong(leader.rank),
                 f"rank {leader.rank} starts a step although it is cut out",
             )
         if step.dead_since is not None:

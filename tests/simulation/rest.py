@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 def unrest_of(world: "World") -> str | None:
     """Return what is not at rest, or None."""
     core = world.core
-    if core is None or not core.is_serving:
+    if core is None or not core.views.is_serving:
         return "the core does not serve"
     if not core._roster.serves_whole(core._switcher.target.layout):
-        return f"a group of {core.target_name} lacks parts of the weights"
+        return f"a group of {core.views.target_name} lacks parts of the weights"
     for name, gateway in world.gateways.items():
         if gateway.open:
             return f"{name} waits for {sorted(gateway.open)}"
     for rank, process in world.ranks.items():
         is_wrong = core._roster.guard.is_wrong(rank)
-        if process is None or not (core.is_available(rank) or is_wrong):
+        if process is None or not (core.views.is_available(rank) or is_wrong):
             return f"rank {rank} is not there"
-        if not core.is_available(rank):
+        if not core.views.is_available(rank):
             if core._roster[rank].incarnation != process.incarnation:
                 return f"rank {rank} is not the process that computed wrongly, and was not heard"
             if held := process.holdings.held():
@@ -67,6 +67,6 @@ def _unrest_of_rank(process: SimRank) -> str | None:
 
 
 def _unrest_of_pool(core: Core) -> str | None:
-    tasks = core.queue_view()["tasks"]
+    tasks = core.views.queue_view()["tasks"]
     assert isinstance(tasks, dict)
     return f"the pool still has tasks: {tasks}" if any(tasks.values()) else None

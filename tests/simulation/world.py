@@ -179,7 +179,9 @@ class World:
                 self.act(rank)
                 self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.participant.stage)
-            if self.core and not (self.core.is_recovering or self.core.is_available(rank.rank)):
+            if self.core and not (
+                self.core.views.is_recovering or self.core.views.is_available(rank.rank)
+            ):
                 rank.cut_out_at = self.now
         if self.core is not None and self.now % CORE_TICKS == 0:
             self.core_event(Tick())
@@ -380,7 +382,7 @@ class World:
 
     @property
     def is_serving(self) -> bool:
-        return self.core is not None and self.core.is_serving
+        return self.core is not None and self.core.views.is_serving
 
     def has_two_rounds(self, epoch: int) -> bool:
         """Whether the move of this epoch overwrites what it has read."""

@@ -46,7 +46,7 @@ class Cell:
 
     async def serving(self) -> None:
         async with asyncio.timeout(10):
-            while not self.context.core.is_serving:
+            while not self.context.core.views.is_serving:
                 await asyncio.sleep(0.01)
 
 
@@ -328,7 +328,7 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         assert answer.json()["layout"] == "dp4"
         said = await launcher.take()
         assert isinstance(said, RenewRanks)
-        ranks: Any = cell.context.core.ranks_view(monotonic_ms())["ranks"]
+        ranks: Any = cell.context.core.views.ranks_view(monotonic_ms())["ranks"]
         known = tuple((each["rank"], each["incarnation"]) for each in ranks)
         assert said.ranks == known
         answer = await cell.http.post("/admin/renew", json={"ranks": [3, 2]})

@@ -57,9 +57,9 @@ def test_a_restarted_coordinator_says_so_once_it_knows() -> None:
     cell.open(3)
     cell.report(3)
     cell.tick()
-    assert not cell.core.is_recovering
+    assert not cell.core.views.is_recovering
     assert switcher.version > before
-    assert cell.core.epoch == 1
+    assert cell.core.views.epoch == 1
 
 
 def test_only_the_first_rank_gives_the_others_time() -> None:
@@ -72,9 +72,9 @@ def test_only_the_first_rank_gives_the_others_time() -> None:
         cell.report(rank)
         for _ in range(3):
             cell.tick(100)
-    assert cell.core.is_recovering
+    assert cell.core.views.is_recovering
     cell.tick(200)
-    assert not cell.core.is_recovering, "1,100 ms behind the first"
+    assert not cell.core.views.is_recovering, "1,100 ms behind the first"
 
 
 def test_ranks_that_come_during_recovery_change_nothing_before_its_end() -> None:
