@@ -63,7 +63,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     )
     spans = None
     if tracing is not None:
-        spans = CellSpans(tracing, lambda: core.views.switches_view(SPAN_SWITCHES_MAX))
+        spans = CellSpans(tracing, lambda: core.views.switches(SPAN_SWITCHES_MAX))
         owner.watchers += (spans,)
     policy = config.policy
     owner.on_observation = ObservationLog(
@@ -98,7 +98,7 @@ def _leaving(core: Core, owner: CoreActor, config: Config, grpc_port: int) -> Le
         announcer.start()
 
     def unfinished() -> int:
-        tasks: Any = core.views.queue_view()["tasks"]
+        tasks: Any = core.views.queue()["tasks"]
         return sum(tasks.values())
 
     async def go() -> None:

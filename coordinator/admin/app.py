@@ -127,11 +127,11 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/layout")
     async def layout() -> dict[str, Any]:
-        return core.views.layout_view()
+        return core.views.layout()
 
     @app.get("/admin/ranks")
     async def ranks() -> dict[str, Any]:
-        return core.views.ranks_view(clock())
+        return core.views.ranks(clock())
 
     @app.get("/admin/switches")
     async def switches(last: Last = 20) -> dict[str, Any]:
@@ -139,18 +139,18 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
-        decisions: Any = core.views.decisions_view(last)["decisions"]
+        decisions: Any = core.views.decisions(last)["decisions"]
         views = _of_day(_of_day(decisions, "time", clock()), "since", clock())
-        return {"decisions": views, **core.views.step_times_view()}
+        return {"decisions": views, **core.views.step_times()}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:
         return {
             **context.facts,
             "gateways": len(context.owner.gateway_outboxes),
-            **core.views.layout_view(),
-            **core.views.ranks_view(clock()),
-            "queue": core.views.queue_view(),
+            **core.views.layout(),
+            **core.views.ranks(clock()),
+            "queue": core.views.queue(),
             "batches": batches_view(context.owner),
             "switches": _switches(context, 1),
         }
@@ -166,9 +166,9 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             "gateways": len(context.owner.gateway_outboxes),
             "world": context.world,
             "widths": context.widths,
-            **core.views.layout_view(),
-            **core.views.ranks_view(clock()),
-            "queue": core.views.queue_view(),
+            **core.views.layout(),
+            **core.views.ranks(clock()),
+            "queue": core.views.queue(),
             "switches": _switches(context, LIVE_SWITCHES),
             "samples": context.history.after(after),
         }
@@ -199,7 +199,7 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     _require_target(core, wanted)
     if wait:
         await _until_serving(core, wanted)
-    answer = core.views.layout_view()
+    answer = core.views.layout()
     switches = _switches(context, 1)
     return {**answer, "switch": switches[-1] if switches else None}
 
@@ -211,7 +211,7 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
         text = f"'{mode[:40]}' is not out of service: {names}."
         raise _AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(ReinstateMode(mode))
-    return context.core.views.layout_view()
+    return context.core.views.layout()
 
 
 async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
@@ -224,11 +224,11 @@ async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
         text = "No launcher of ranks is connected: check that `aileron rank` runs, and try again."
         raise _AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
-    return context.core.views.layout_view()
+    return context.core.views.layout()
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:
-    switches: Any = context.core.views.switches_view(last)["switches"]
+    switches: Any = context.core.views.switches(last)["switches"]
     return _of_day(switches, "started_ms", context.clock(), "time")
 
 

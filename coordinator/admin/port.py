@@ -95,11 +95,11 @@ class AdminPort:
             try:
                 now_ms = monotonic_ms()
                 self._metrics.watcher.settle(now_ms)
-                ranks: Any = core.views.ranks_view(now_ms)["ranks"]
+                ranks: Any = core.views.ranks(now_ms)["ranks"]
                 self._history.take(
-                    layout=core.views.layout_view(),
+                    layout=core.views.layout(),
                     ranks=ranks,
-                    queue=core.views.queue_view(),
+                    queue=core.views.queue(),
                     now_ms=now_ms,
                     wall_s=time.time(),
                 )
@@ -121,10 +121,10 @@ class _Server(uvicorn.Server):
 def build_metrics(core: Core, server: CellServer, observers: Observers, config: Config) -> Metrics:
     """Return the metrics of a cell."""
     views = Views(
-        layout=core.views.layout_view,
-        ranks=lambda: core.views.ranks_view(monotonic_ms()),
-        queue=core.views.queue_view,
-        decisions=core.views.decisions_view,
+        layout=core.views.layout,
+        ranks=lambda: core.views.ranks(monotonic_ms()),
+        queue=core.views.queue,
+        decisions=core.views.decisions,
         clock=monotonic_ms,
     )
     facts = Facts(config.served_model_name, own_version(), config.slo)

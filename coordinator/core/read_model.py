@@ -57,26 +57,26 @@ class CoreViews:
         """Return whether the rank is in the target, and so not cut out."""
         return rank in self._switcher.alive
 
-    def layout_view(self) -> views.View:
+    def layout(self) -> views.View:
         """Answer `GET /admin/layout`."""
         return views.layout_view(self._switcher, self._roster)
 
-    def ranks_view(self, now_ms: int) -> views.View:
+    def ranks(self, now_ms: int) -> views.View:
         """Answer `GET /admin/ranks`."""
         return views.ranks_view(self._switcher, self._roster, self._settings.lease_ms, now_ms)
 
-    def switches_view(self, last: int) -> views.View:
+    def switches(self, last: int) -> views.View:
         """Answer `GET /admin/switches`."""
         return {"switches": [views.switch_view(each) for each in self._switcher.log.last(last)]}
 
-    def decisions_view(self, last: int) -> views.View:
+    def decisions(self, last: int) -> views.View:
         """Answer `GET /admin/decisions`."""
         return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
 
-    def step_times_view(self) -> views.View:
+    def step_times(self) -> views.View:
         """Return the start-up measurements within `GET /admin/decisions`."""
         return views.step_times_view(self._roster)
 
-    def queue_view(self) -> views.View:
+    def queue(self) -> views.View:
         """Return the unfinished tasks by tier and state."""
         return views.queue_view(self._pool.tasks)

@@ -26,7 +26,7 @@ def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) ->
     """Attach the metrics' watchers to the actor."""
 
     def switches() -> Any:
-        return core.views.switches_view(SWITCHES_MAX)["switches"]
+        return core.views.switches(SWITCHES_MAX)["switches"]
 
     watcher, prediction_tracker = CoreMetrics(switches), PredictionTracker(server.aggregator.tally)
     owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())

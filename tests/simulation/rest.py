@@ -67,6 +67,6 @@ def _unrest_of_rank(process: SimRank) -> str | None:
 
 
 def _unrest_of_pool(core: Core) -> str | None:
-    tasks = core.views.queue_view()["tasks"]
+    tasks = core.views.queue()["tasks"]
     assert isinstance(tasks, dict)
     return f"the pool still has tasks: {tasks}" if any(tasks.values()) else None

@@ -183,9 +183,9 @@ class Interpreter:
     def _show(self, words: list[str]) -> None:
         core = self.cell.core
         views: dict[str, Callable[[], View]] = {
-            "layout": core.views.layout_view,
-            "queue": core.views.queue_view,
-            "switches": lambda: core.views.switches_view(9),
+            "layout": core.views.layout,
+            "queue": core.views.queue,
+            "switches": lambda: core.views.switches(9),
         }
         for name, value in views[words[0]]().items():
             items = value if isinstance(value, list) else [value]

@@ -32,5 +32,5 @@ def wait(cell: Cell, ms: int) -> None:
 
 
 def decisions(cell: Cell) -> list[dict[str, Any]]:
-    found: Any = cell.core.views.decisions_view(50)["decisions"]
+    found: Any = cell.core.views.decisions(50)["decisions"]
     return list(found)

@@ -328,7 +328,7 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         assert answer.json()["layout"] == "dp4"
         said = await launcher.take()
         assert isinstance(said, RenewRanks)
-        ranks: Any = cell.context.core.views.ranks_view(monotonic_ms())["ranks"]
+        ranks: Any = cell.context.core.views.ranks(monotonic_ms())["ranks"]
         known = tuple((each["rank"], each["incarnation"]) for each in ranks)
         assert said.ranks == known
         answer = await cell.http.post("/admin/renew", json={"ranks": [3, 2]})

@@ -110,7 +110,7 @@ def _with(rank_report: Report, times: SwitchTimes) -> Report:
 
 
 def switches(cell: Cell) -> list[dict[str, object]]:
-    found = cell.core.views.switches_view(10)["switches"]
+    found = cell.core.views.switches(10)["switches"]
     assert isinstance(found, list)
     return found
 
@@ -120,11 +120,11 @@ def test_views_are_plain_data() -> None:
     cell.say(submit("a"))
     cell.switch("dp4")
     for view in (
-        cell.core.views.layout_view(),
-        cell.core.views.ranks_view(cell.now_ms),
-        cell.core.views.switches_view(5),
-        cell.core.views.decisions_view(5),
-        cell.core.views.queue_view(),
+        cell.core.views.layout(),
+        cell.core.views.ranks(cell.now_ms),
+        cell.core.views.switches(5),
+        cell.core.views.decisions(5),
+        cell.core.views.queue(),
     ):
         assert json.loads(json.dumps(view)) is not None
 
@@ -134,7 +134,7 @@ def test_the_ranks_view_shows_who_is_there() -> None:
     cell.restart(1)
     cell.open(1)
     cell.now_ms += 100
-    ranks = cell.core.views.ranks_view(cell.now_ms)["ranks"]
+    ranks = cell.core.views.ranks(cell.now_ms)["ranks"]
     assert isinstance(ranks, list)
     first, second = ranks
     assert (first["phase"], first["heartbeat_age_ms"], first["available"]) == ("serve", 100, True)
@@ -146,12 +146,12 @@ def test_a_manual_switch_is_a_decision_with_its_reason() -> None:
     cell = serving()
     cell.switch("tp2", Carry.PAUSE)
     cell.event(SwitchWanted(cell.layout("dp2"), Carry.DRAIN, "low load"))
-    decisions = cell.core.views.decisions_view(5)["decisions"]
+    decisions = cell.core.views.decisions(5)["decisions"]
     assert [(each["choice"], each["reason"]) for each in decisions] == [  # type: ignore[attr-defined]
         ("tp2", "asked by operator"),
         ("dp2", "low load"),
     ]
-    assert cell.core.views.decisions_view(0) == {"decisions": []}
+    assert cell.core.views.decisions(0) == {"decisions": []}
 
 
 def test_gateways_hear_of_the_cell_when_it_changes() -> None:
@@ -214,7 +214,7 @@ def test_a_gateway_that_is_heard_is_there() -> None:
 
 
 def placed_tasks(cell: Cell) -> list[str]:
-    counts = cell.core.views.queue_view()["tasks"]
+    counts = cell.core.views.queue()["tasks"]
     assert isinstance(counts, dict)
     return ["placed"] * counts["placed"]
 
@@ -230,7 +230,7 @@ def test_ten_thousand_tasks_are_no_burden() -> None:
     messages = [submit(str(number)) for number in range(10_000)]
     for message in messages:
         cell.core.handle(GatewaySent("g", message), 0)
-    view = cell.core.views.queue_view()["tasks"]
+    view = cell.core.views.queue()["tasks"]
     assert isinstance(view, dict)
     assert (view["queued"], view["placed"]) == (9_992, 8)
     for message in messages:
@@ -244,7 +244,7 @@ def test_a_refused_switch_changes_nothing(text: str) -> None:
     cell = serving()
     assert cell.core.why_unreachable(cell.layout(text))
     cell.switch(text)
-    assert (cell.core.views.epoch, cell.core.views.decisions_view(9)) == (1, {"decisions": []})
+    assert (cell.core.views.epoch, cell.core.views.decisions(9)) == (1, {"decisions": []})
 
 
 def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -> None:

@@ -60,7 +60,7 @@ def pass_time(cell: Cell, ms: int) -> None:
 
 
 def layout_of(cell: Cell) -> str:
-    view: Any = cell.core.views.layout_view()
+    view: Any = cell.core.views.layout()
     assert view["serving"]
     return str(view["layout"])
 
@@ -79,7 +79,7 @@ def test_a_layout_that_was_left_comes_back_when_it_can_be_formed() -> None:
     assert layout_of(cell) == "dp4"
     pass_time(cell, 2_000)
     assert layout_of(cell) == "tp4"
-    decisions: Any = cell.core.views.decisions_view(1)["decisions"]
+    decisions: Any = cell.core.views.decisions(1)["decisions"]
     assert decisions[-1]["cause"] == "restored"
 
 
@@ -219,7 +219,7 @@ def test_a_group_that_is_to_be_formed_when_it_is_closed_is_done_without() -> Non
     cell.ranks[Rank(1)].closed = ((Rank(0), Rank(1)),)
     cell.settle()
     assert layout_of(cell) == "dp2+tp2"
-    decisions: Any = cell.core.views.decisions_view(1)["decisions"]
+    decisions: Any = cell.core.views.decisions(1)["decisions"]
     assert decisions[-1]["cause"] == "closed"
     epoch = cell.core.views.epoch
     pass_time(cell, 5_000)
@@ -333,9 +333,9 @@ def test_ranks_with_parts_of_the_weights_wait_for_each_other() -> None:
     cell.settle(0, 1, 3)
     cell.say(submit("t"))
     cell.tick(100)
-    view: Any = cell.core.views.layout_view()
+    view: Any = cell.core.views.layout()
     assert (view["target"], view["serving"]) == ("dp2+off1+dp1", False)
-    queue: Any = cell.core.views.queue_view()
+    queue: Any = cell.core.views.queue()
     assert queue["tasks"]["queued"] == 1, queue
     cell.ranks[Rank(2)] = Joiner(Rank(2), 2, WIDTHS)
     cell.open(2)
@@ -356,9 +356,9 @@ def test_ranks_that_borrow_serve_alone_as_long_as_the_lost_one_lends(outlive: bo
     cell.settle(0, 1, 3)
     cell.say(submit("t"))
     cell.tick(100)
-    view: Any = cell.core.views.layout_view()
+    view: Any = cell.core.views.layout()
     assert (view["target"], view["serving"]) == ("dp2+off1+dp1", outlive)
-    queue: Any = cell.core.views.queue_view()
+    queue: Any = cell.core.views.queue()
     assert queue["tasks"]["queued"] == (0 if outlive else 1)
     if outlive:
         cell.ranks[Rank(2)] = Joiner(Rank(2), 2, WIDTHS)

@@ -106,7 +106,7 @@ def tell(cell: Cell, rank: int, *what: Probed) -> None:
 
 
 def view(cell: Cell) -> Any:
-    return cell.core.views.layout_view()
+    return cell.core.views.layout()
 
 
 def test_a_drifted_group_falls_back_and_is_refused_until_it_is_put_back() -> None:
@@ -117,7 +117,7 @@ def test_a_drifted_group_falls_back_and_is_refused_until_it_is_put_back() -> Non
     assert notes == ["mode_out_of_service"]
     cell.settle()
     assert (view(cell)["layout"], view(cell)["serving"]) == ("dp4", True)
-    decisions: Any = cell.core.views.decisions_view(1)["decisions"]
+    decisions: Any = cell.core.views.decisions(1)["decisions"]
     assert (decisions[-1]["cause"], decisions[-1]["carry"]) == ("guard", "recompute")
     assert "tp2" in decisions[-1]["reason"]
     refused = cell.core.why_unreachable(cell.layout("tp2+dp2"))
@@ -216,8 +216,8 @@ def test_metrics_name_what_is_out() -> None:
     cell = serving_cell("tp2+dp2")
     tell(cell, 0, probed("tp2", 0, 1))
     tell(cell, 3, probed("dp1", 3, error=0.01))
-    layout_view: Any = cell.core.views.layout_view()
-    ranks_view: Any = cell.core.views.ranks_view(cell.now_ms)
+    layout_view: Any = cell.core.views.layout()
+    ranks_view: Any = cell.core.views.ranks(cell.now_ms)
     families = exposition.probe_metrics(ranks_view["probes"], layout_view["out_of_service"])
     samples = {
         (sample.name, *sample.labels.values()): sample.value

@@ -13,13 +13,13 @@ from tests.transcripts.cell import Cell
 def test_an_idle_cell_goes_wide_by_itself_and_says_why() -> None:
     cell = serving()
     wait(cell, 3_000)
-    assert cell.core.views.layout_view()["target"] == "tp4"
+    assert cell.core.views.layout()["target"] == "tp4"
     changed = [each for each in decisions(cell) if each["changes"]]
     assert [each["choice"] for each in changed] == ["tp4"]
     assert changed[0]["cause"] == "policy"
     assert "less time" in changed[0]["reason"]
     assert {each["layout"] for each in changed[0]["candidates"]} >= {"dp4", "tp2+tp2", "tp4"}
-    switches: Any = cell.core.views.switches_view(1)["switches"]
+    switches: Any = cell.core.views.switches(1)["switches"]
     assert switches[0]["cause"] == "policy"
 
 
@@ -30,7 +30,7 @@ def test_a_closed_group_is_no_candidate_and_ranks_are_renewed_for_it_while_nobod
     cell.ranks[Rank(2)].closed = (tuple(map(Rank, range(4))),)
     cell.serve()
     wait(cell, 3_000)
-    assert cell.core.views.layout_view()["target"] == "tp2+tp2"
+    assert cell.core.views.layout()["target"] == "tp2+tp2"
     candidates = [name for each in decisions(cell) for name in each["candidates"]]
     assert "tp4" not in {each["layout"] for each in candidates}
     assert not [each for each in cell.take() if isinstance(each, ToLauncher)]
@@ -42,10 +42,10 @@ def test_an_operators_layout_is_left_alone_for_a_while() -> None:
     cell = serving()
     cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
     wait(cell, 15_000)
-    assert cell.core.views.layout_view()["target"] == "dp4"
+    assert cell.core.views.layout()["target"] == "dp4"
     assert "an operator chose" in decisions(cell)[-1]["reason"]
     wait(cell, 8_000)
-    assert cell.core.views.layout_view()["target"] == "tp4"
+    assert cell.core.views.layout()["target"] == "tp4"
 
 
 def test_decisions_to_stay_are_remembered_as_one() -> None:
@@ -69,7 +69,7 @@ def test_what_the_serving_layout_promises_is_told_also_where_an_operator_chose()
     wait(cell, 2_000)
     effects = cell.core.handle(Tick(), cell.now_ms + 1_000)
     (foreseen,) = [effect for effect in effects if isinstance(effect, ForecastMade)]
-    layout: Any = cell.core.views.layout_view()
+    layout: Any = cell.core.views.layout()
     assert foreseen.epoch == layout["epoch"]
     assert "an operator chose" in decisions(cell)[-1]["reason"]
     (idle,) = foreseen.tiers

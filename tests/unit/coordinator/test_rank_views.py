@@ -31,7 +31,7 @@ def views(*, parts: bool) -> list[dict[str, Any]]:
     report = cell.ranks[Rank(0)].report(0)
     loans = (("borrowed_bytes", 5 << 30), ("loan_wait_us", 1_500)) if parts else ()
     cell.event(RankReported(Rank(0), replace(report, gauges=loans)))
-    view: Any = cell.core.views.ranks_view(cell.now_ms)
+    view: Any = cell.core.views.ranks(cell.now_ms)
     ranks: list[dict[str, Any]] = view["ranks"]
     return ranks
 

@@ -287,7 +287,7 @@ def test_ranks_that_agree_go_on_as_they_are() -> None:
     cell.settle()
     restarted(cell).tick()
     assert cell.core.views.is_serving
-    assert (cell.core.views.epoch, cell.core.views.layout_view()["layout"]) == (2, "tp2+tp2")
+    assert (cell.core.views.epoch, cell.core.views.layout()["layout"]) == (2, "tp2+tp2")
 
 
 def test_leases_are_renewed_while_the_coordinator_collects_reports() -> None:
@@ -309,7 +309,7 @@ def test_a_switch_that_was_under_way_is_taken_up() -> None:
     assert cell.core.views.epoch == 3
     cell.settle()
     assert cell.core.views.is_serving
-    assert cell.core.views.layout_view()["layout"] == "tp2+tp2"
+    assert cell.core.views.layout()["layout"] == "tp2+tp2"
 
 
 def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
@@ -317,7 +317,7 @@ def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
     cell.restart(3)
     restarted(cell).tick()
     cell.settle()
-    assert cell.core.views.layout_view()["layout"] == "dp4"
+    assert cell.core.views.layout()["layout"] == "dp4"
     assert cell.core.why_unreachable(cell.layout("tp4")) is not None
 
 
@@ -326,7 +326,7 @@ def test_a_first_layout_that_cannot_be_formed_is_not_tried() -> None:
     cell.restart(3)
     cell.serve()
     assert cell.core.views.is_serving
-    assert cell.core.views.layout_view()["layout"] == "tp2+dp2"
+    assert cell.core.views.layout()["layout"] == "tp2+dp2"
 
 
 def test_the_first_rank_that_comes_late_gives_the_others_time() -> None:
@@ -344,8 +344,8 @@ def test_the_first_rank_that_comes_late_gives_the_others_time() -> None:
         cell.report(rank)
     cell.tick()
     cell.settle()
-    assert cell.core.views.layout_view()["layout"] == "dp4"
-    assert cell.core.views.layout_view()["epoch"] == 1
+    assert cell.core.views.layout()["layout"] == "dp4"
+    assert cell.core.views.layout()["epoch"] == 1
 
 
 def test_ranks_that_do_not_come_are_left_out_when_their_lease_is_over() -> None:
@@ -356,5 +356,5 @@ def test_ranks_that_do_not_come_are_left_out_when_their_lease_is_over() -> None:
     assert cell.core.views.is_recovering
     cell.tick(100)
     cell.settle(0, 2, 3)
-    assert cell.core.views.layout_view()["layout"] == "dp1+off1+dp2"
+    assert cell.core.views.layout()["layout"] == "dp1+off1+dp2"
     assert cell.core.views.is_serving
