@@ -101,7 +101,7 @@ def rank_spec(
         # Leave one core to the gateway: OpenMP threads that wait for a core stall all others.
         threads = max(1, (usable_cores() - 1) // config.cell.ranks)
     members = everyone(config) if cohort.joins else cohort.ranks
-    world = len(members)
+    world, whole = len(members), config.cell.whole_layers
     return RankSpec(
         rank=rank,
         first=members[0],
@@ -117,7 +117,7 @@ def rank_spec(
         exchange_parts=config.cell.exchange_parts,
         parts=config.cell.weight_parts,
         borrow=config.cell.borrow if config.borrows else "none",
-        whole_layers=config.cell.whole_layers,
+        whole_layers=whole[rank] if isinstance(whole, tuple) else whole,
         floor_goal_s=floor_goal_s(config.slo),
         ranks_per_device=config.cell.ranks_per_device,
         joins=cohort.joins,

@@ -170,8 +170,9 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--whole-layers",
         type=_whole_layers,
-        metavar="N|auto",
-        help="layers that every rank holds whole, for faster small steps; default: 0",
+        metavar="N|auto|N,N,…",
+        help="layers that every rank holds whole, for faster small steps; or one number for each "
+        "rank; default: 0",
     )
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add(
@@ -199,14 +200,15 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="show the processes' logs as well")
 
 
-def _whole_layers(text: str) -> int | str:
-    """Read `auto` or a number; raises `ArgumentTypeError`."""
+def _whole_layers(text: str) -> int | str | tuple[int, ...]:
+    """Read `auto`, a number, or one for each rank; raises `ArgumentTypeError`."""
     if text == "auto":
         return text
     try:
-        return int(text)
+        numbers = tuple(map(int, text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor auto") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is neither numbers nor auto") from None
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _add_operator_commands(commands: "Commands") -> None:

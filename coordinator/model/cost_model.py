@@ -124,7 +124,9 @@ class StepFits:
                 if name not in set(Mode):
                     continue  # Layouts of mixed groups are no candidates.
                 mode, floor_us = Mode(name), floors_us.get(name, 0)
-                self._floors_s[mode, each.width] = floor_us * 1e-6
+                # Ranks may hold different numbers of whole layers: the slowest decides.
+                key = mode, each.width
+                self._floors_s[key] = max(floor_us * 1e-6, self._floors_s.get(key, 0.0))
                 shortest_s = min(us for _, us in points) * 1e-6
                 if floor_us:
                     shortest_s = _shortest_s(times, each.width) or shortest_s

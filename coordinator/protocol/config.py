@@ -50,6 +50,9 @@ class ModelConfig(_Frozen):
     """vLLM engine options as on its command line."""
 
 
+LayerCount = Annotated[int, Field(ge=0)]
+
+
 class CellConfig(_Frozen):
     """The ranks of one host and how they may be grouped."""
 
@@ -67,10 +70,11 @@ class CellConfig(_Frozen):
     """Layers that ranks hold in parts if `weight_parts` is above 1, and read from each other during
     a step: `ffn` are feed-forward layers and experts, `all` are those of attention too. With `none`
     ranks hold parts of all layers and read nothing, so only the widest groups serve."""
-    whole_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    whole_layers: Literal["auto"] | LayerCount | tuple[LayerCount, ...] = 0
     """Layers of which every rank holds all parts, which makes small steps faster and
     leaves less memory for KV; `auto` takes the fewest with which a step can meet the tightest
-    `tpot_ms` of a tier other than batch."""
+    `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
+    layers lends and borrows nothing, one that holds 0 has the most memory for KV."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
@@ -308,6 +312,12 @@ class Config(_Frozen):
             )
         if parts == 1:
             return
+        counts = self.cell.whole_layers
+        if isinstance(counts, tuple) and len(counts) != self.cell.ranks:
+            raise ValueError(
+                f"cell.whole_layers has {len(counts)} numbers for {self.cell.ranks} ranks: give "
+                "one for each rank (--whole-layers 64,0), or one for all."
+            )
         widest = max(self.cell.widths, default=1)
         if parts & (parts - 1) or parts > widest:
             raise ValueError(

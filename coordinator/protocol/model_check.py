@@ -130,12 +130,20 @@ def load_format(options: Sequence[GivenOption]) -> str:
 
 def _too_many_whole(config: Config, model: Mapping[str, Any]) -> list[str]:
     """Return a sentence if nothing is left to borrow."""
-    whole, layers = config.cell.whole_layers, model.get("num_hidden_layers")
-    if whole == "auto" or not isinstance(layers, int) or whole < layers:
+    layers = model.get("num_hidden_layers")
+    counts = whole_counts(config.cell)
+    if not isinstance(layers, int) or not counts:
+        return []
+    if max(counts) > layers:
+        return [
+            f"cell.whole_layers names {max(counts)}, but the model has {layers} layers: use at "
+            "most that many."
+        ]
+    if min(counts) < layers:
         return []
     return [
-        f"cell.whole_layers is {whole}, but the model has {layers} layers, so ranks would hold all "
-        "of them: use a smaller number, or leave out --weight-parts."
+        f"cell.whole_layers is {layers}, and the model has {layers} layers, so ranks would hold "
+        "all of them: use a smaller number, or leave out --weight-parts."
     ]
 
 
@@ -150,12 +158,13 @@ def _too_large(
     if float(last_value(options, OFFLOAD) or 0):
         return []
     cell = config.cell
-    per_rank = _held_bytes(cell, files, size)
+    held = [_held_bytes(cell, files, size, whole) for whole in whole_counts(cell) or (0,)]
     if cell.device == "cpu":
-        needed, room, who = per_rank * cell.ranks, memory.bytes, f"{cell.ranks} ranks"
+        needed = sum(held) * cell.ranks // len(held)
+        room, who = memory.bytes, f"{cell.ranks} ranks"
     else:
         utilization = float(last_value(options, SHARE) or UTILIZATION)
-        needed = per_rank * cell.ranks_per_device
+        needed = max(held) * cell.ranks_per_device
         room, who = int(memory.bytes * utilization), "a device"
     if needed <= room:
         return []
@@ -165,15 +174,23 @@ def _too_large(
     ]
 
 
-def _held_bytes(cell: CellConfig, files: ModelFiles, size: int) -> int:
-    """Return the least bytes of a model of `size` bytes that each rank holds.
+def whole_counts(cell: CellConfig) -> tuple[int, ...]:
+    """Return the numbers of whole layers, one for all ranks or one for each; empty for `auto`."""
+    whole = cell.whole_layers
+    if whole == "auto":
+        return ()
+    return whole if isinstance(whole, tuple) else (whole,)
+
+
+def _held_bytes(cell: CellConfig, files: ModelFiles, size: int, whole_layers: int) -> int:
+    """Return the least bytes of a model of `size` bytes that a rank with whole layers holds.
 
     Without the memory that loans go into. Where the share of feed-forward layers is unknown, they
     count as all of the model.
     """
     model = files.config or {}
     ffn = ffn_share(model)
-    whole = 0.0 if cell.whole_layers == "auto" else whole_share(model, cell.whole_layers)
+    whole = whole_share(model, whole_layers)
     divided = 1 - whole * (ffn or 0.0)
     if cell.borrow == "ffn":
         divided = (1.0 if ffn is None else ffn) * (1 - whole)
@@ -193,7 +210,7 @@ def _remedy(config: Config, files: ModelFiles, size: int, room: int) -> str:
             if parts > 1 and parts >= cell.weight_parts
             for each in borrow
         ]
-    fits = (each for each in others if _held_bytes(each, files, size) <= room)
+    fits = (each for each in others if _held_bytes(each, files, size, 0) <= room)
     found = next(fits, None)
     if found is None:
         return "use a smaller model or larger devices."

@@ -74,3 +74,19 @@ def test_steps_where_slots_hold_nan_but_while_they_are_read(
 def test_layers_that_ranks_hold_whole_need_no_loans(cell: str, borrow: str, tmp_path: Path) -> None:
     model = model_of("demo", tmp_path)
     check_runs(tmp_path, "demo", model, borrow=borrow, poison=True, whole_layers=2, **CELLS[cell])
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "uneven"),
+    [
+        ("demo", 5, {"alone": 1, "runs": ("dp",), "poison": True}),
+        ("qwen3-moe", 3, {"alone": 0, "runs": ("dp",)}),
+        ("qwen3-moe", 3, {"runs": ("random-1",)}),
+    ],
+)
+def test_a_source_holds_all_layers_and_a_sink_borrows_them(
+    name: str, layers: int, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    """ZeroDP's uneven shares, of dense layers in odd number and of all matrices of experts."""
+    spec = {**HALVES_OF_TWO, "whole_layers": [layers, 0], **uneven}
+    check_runs(tmp_path, name, model_of(name, tmp_path), borrow="ffn", **spec)

@@ -144,12 +144,12 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
-    own = rank_spec(config, rank, cohort, memory)
+    own, whole = rank_spec(config, rank, cohort, memory), spec.get("whole_layers", 0)
     own = replace(
         own,
         parts=spec.get("parts", 1),
         borrow=spec.get("borrow", "none"),
-        whole_layers=spec.get("whole_layers", 0),
+        whole_layers=whole[rank] if isinstance(whole, list) else whole,
     )
     if spec.get("poison"):
         poisoned_ring.install()

@@ -184,6 +184,7 @@ def test_ranks_that_borrow_begin_alone_or_in_the_widest_groups(layout: str) -> N
     assert (config.cell.borrow, config.cell.whole_layers, config.borrows) == ("ffn", 2, True)
     assert build(*arguments, "--borrow", "all").cell.borrow == "all"
     assert build(*arguments, "--whole-layers", "auto").cell.whole_layers == "auto"
+    assert build(*arguments, "--whole-layers", "5,0,3,0").cell.whole_layers == (5, 0, 3, 0)
 
 
 def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None:
@@ -213,6 +214,10 @@ def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None
         (("--whole-layers", "2"), "ranks read no layers from each other"),
         (("--weight-parts", "2", "--borrow", "none", "--whole-layers", "auto"), "read no layers"),
         (("--weight-parts", "2", "--whole-layers", "-1"), "greater than or equal to 0"),
+        (
+            ("--weight-parts", "2", "--ranks", "4", "--whole-layers", "5,0"),
+            r"has 2 numbers for 4 ranks: give one for each rank \(--whole-layers 64,0\)",
+        ),
         ((*HALVES_ALONE, "--layout", "dp4"), "only groups that are 4 wide, such as tp4, or let "),
         (
             (*HALVES_ALONE, "--ranks", "4", "--layout", "sp4"),
@@ -243,7 +248,7 @@ def test_parts_of_the_weights_that_no_group_can_serve_with(
         (["fly"], "invalid choice"),
         (["up", "--ranks", "two"], "invalid int value"),
         (["up", "--borrow", "heads"], "invalid choice"),
-        (["up", "--whole-layers", "most"], "'most' is neither a number nor auto"),
+        (["up", "--whole-layers", "most"], "'most' is neither numbers nor auto"),
         (["switch"], "LAYOUT"),
         (["switch", "tp2", "--carry", "teleport"], "teleport"),
         (["status", "--", "--seed", "1"], "belong to `aileron up`"),

@@ -384,8 +384,25 @@ def test_ranks_that_borrow_hold_a_part_of_the_feed_forward_layers() -> None:
     with pytest.raises(ConfigError, match=r"use fewer --whole-layers\."):
         check(MODEL_DIR, *room, memory=ffn, **halves)
     halves["whole_layers"] = 5
-    with pytest.raises(ConfigError, match=r"whole_layers is 5, but the model has 5 layers"):
+    with pytest.raises(ConfigError, match=r"whole_layers is 5, and the model has 5 layers"):
         check(MODEL_DIR, **halves)
+
+
+def test_one_rank_may_hold_all_layers_and_another_borrow() -> None:
+    size = (MODEL_DIR / "model.safetensors").stat().st_size
+    halves: dict[str, Any] = {"weight_parts": 2, "whole_layers": (5, 0)}
+    check(MODEL_DIR, **halves)
+    with pytest.raises(ConfigError, match=r"names 6, but the model has 5 layers"):
+        check(MODEL_DIR, weight_parts=2, whole_layers=(6, 0))
+    with pytest.raises(ConfigError, match="hold all of them"):
+        check(MODEL_DIR, weight_parts=2, whole_layers=(5, 5))
+    # Together they hold 1.72 models of fp32; one of them holds all of it.
+    check(MODEL_DIR, memory=Memory(int(size * 1.73), "this machine"), **halves)
+    with pytest.raises(ConfigError, match="2 ranks"):
+        check(MODEL_DIR, memory=Memory(int(size * 1.70), "this machine"), **halves)
+    room = ("--gpu-memory-utilization", "1")
+    with pytest.raises(ConfigError, match="a device"):
+        check(MODEL_DIR, *room, memory=Memory(int(size * 0.99), "its GPU"), device="cuda", **halves)
 
 
 def test_gpus_are_read_with_their_memory() -> None:

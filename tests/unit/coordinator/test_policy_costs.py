@@ -121,6 +121,16 @@ def test_a_line_goes_through_the_steps_above_the_floor() -> None:
     assert fits.floor_s(Mode.SP, 2) == 0.0
 
 
+def test_the_rank_with_the_longest_loans_decides_about_the_floor() -> None:
+    """A source of weights has none, and may report first or last."""
+    source = WidthTimes(1, ((Mode.DP, ((1, 20_000), (1_024, 93_000))),))
+    first, last = StepFits(), fits_of(DP_THAT_BORROWS)
+    first.add_curves([source])
+    first.add_curves([WidthTimes(1, ((Mode.DP, DP_THAT_BORROWS),), floor_us=((Mode.DP, 80_000),))])
+    last.add_curves([source])
+    assert first.floor_s(Mode.DP, 1) == last.floor_s(Mode.DP, 1) == pytest.approx(0.08)
+
+
 @pytest.mark.parametrize(
     "points", [((1, 80_000), (2_048, 183_000)), ((1, 80_000), (2_048, 81_000))]
 )

@@ -46,3 +46,14 @@ def test_ranks_have_communicators_of_the_widths_that_they_use() -> None:
     assert communicator_widths(spec_of(weight_parts=4, borrow="none")) == (1, 4)
     # Ranks with the same half exchange heads in pairs.
     assert communicator_widths(spec_of(weight_parts=2)) == (1, 2, 4)
+
+
+def test_ranks_may_hold_different_numbers_of_whole_layers() -> None:
+    """ZeroDP's source holds all layers, its sink borrows what it lacks."""
+    settings = {"ranks": 4, "widths": [1, 2, 4], "layout": "tp4", "weight_parts": 2}
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "cell": {**settings, "whole_layers": [5, 0, 3, 0]}}
+    )
+    cohort = Cohort(0, everyone(config), 0)
+    found = [rank_spec(config, rank, cohort, None).whole_layers for rank in everyone(config)]
+    assert found == [5, 0, 3, 0]
