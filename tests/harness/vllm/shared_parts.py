@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from comm_pool.cpu.cell_memory import cell_memory, weights_name
 from comm_pool.layout import Mode
 from comm_pool.loans import part_of
 from tests.harness.vllm.trees import CPU, HIDDEN, Trees
 from worker.engine.config import ModeKey, mode_config
-from worker.engine.weights.borrowed import build_borrowing_tree
+from worker.engine.weights.borrowed import BorrowedLmHead, build_borrowing_tree
 from worker.engine.weights.lending import Borrowing, Place, share_parts
 
 TOKENS = 33
@@ -87,13 +88,16 @@ def outputs(
 
 
 def output_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a layer, a feed-forward network or a layer's experts give for the input of all tests."""
+    """What a layer, a feed-forward network, experts or an lm_head give for the tests' input."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
     if isinstance(module, RoutedExperts):
         weights, experts = torch.rand((TOKENS, EXPERTS), generator=generator).topk(2)
         out: torch.Tensor = module.forward_modular(x, weights, experts.int())
         return out
+    if isinstance(module, (ParallelLMHead, BorrowedLmHead)):
+        logits: torch.Tensor = module.quant_method.apply(module, x)
+        return logits.clone()
     result = module(x)
     out = result[0] if isinstance(result, tuple) else result
     return out.clone()

@@ -24,6 +24,7 @@ from tests.harness.vllm.trees import write_and_name as write
 from worker.engine.weights import lending
 from worker.engine.weights.borrowed import (
     BorrowedFeedForward,
+    BorrowedLmHead,
     BorrowedOutput,
     BorrowedQKV,
 )
@@ -37,8 +38,15 @@ ALL = [
     for layer in range(2)
     for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
 ]
-UNITS = {"ffn": FEED_FORWARD, "all": ALL}
-KINDS = {"qkv_proj": BorrowedQKV, "o_proj": BorrowedOutput, "mlp": BorrowedFeedForward}
+UNITS = {"ffn": FEED_FORWARD, "all": [*ALL, "lm_head"]}
+KINDS = {
+    "qkv_proj": BorrowedQKV,
+    "o_proj": BorrowedOutput,
+    "mlp": BorrowedFeedForward,
+    "lm_head": BorrowedLmHead,
+}
+PIECES = 2
+"""Of each part of the lm_head: it is larger than a feed-forward network's slot."""
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +144,13 @@ def test_units_in_parts_give_what_whole_ones_give(trees: Trees, parts: int, borr
         assert [*shared.borrowings[rank].units] == UNITS[borrow]
         for name in UNITS[borrow]:
             assert type(modules[name]) is KINDS[name.rpartition(".")[2]]
-            assert len(modules[name].parts) == parts
-        ring = shared.borrowings[rank].ring
-        assert len(ring.loans) == len(UNITS[borrow]) * (parts - 1)
+            others = (parts - 1) * (PIECES if name == "lm_head" else 1)
+            assert len(modules[name].parts) == 1 + others
+        own = shared.borrowings[rank]
+        assert len(own.ring.loans) == len({"ffn": FEED_FORWARD, "all": ALL}[borrow]) * (parts - 1)
+        assert len(own.lm_head_ring.loans) == (PIECES * (parts - 1) if borrow == "all" else 0)
+        slots = {each.slot.data_ptr() for each in own.ring.loans}
+        assert {each.slot.data_ptr() for each in own.lm_head_ring.loans} <= slots, "it has grown"
     assert shared.bits() == lent, "a lender's memory has changed"
 
 
@@ -166,7 +178,7 @@ def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_lay
         assert own.whole_layers == whole_layers
         assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
         for name, unit in own.units.items():
-            is_whole = int(name.split(".")[2]) < whole_layers
+            is_whole = name != "lm_head" and int(name.split(".")[2]) < whole_layers
             assert all((part.loan is None) == is_whole for part in unit.parts[1:]), name
 
 

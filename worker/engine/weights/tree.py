@@ -65,21 +65,30 @@ def load_replica(
 
     With several `parts`, load this rank's part: its place in vLLM's active tp group, which has
     `parts` members. The part covers heads, inner features, experts and output vocabulary; token
-    embeddings are whole. Where ranks borrow (`ffn` or `all`) the output vocabulary is whole too,
-    and with `ffn` so are heads.
+    embeddings are whole. Where ranks borrow `ffn`, heads and output vocabulary are whole too.
     """
     check_widths(config, shards)
-    with building(loading_plan(shards, parts, borrow)):
+    with building(loading_plan(config, shards, parts, borrow)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
     return model
 
 
-def loading_plan(shards: int, parts: int, borrow: str) -> ShardPlan:
-    """Return the plan of the tree that `load_replica` fills; see there."""
+def loading_plan(config: VllmConfig, shards: int, parts: int, borrow: str) -> ShardPlan:
+    """Return the plan of the tree that `load_replica` fills; see there.
+
+    An lm_head that ranks would borrow is whole if its memory is that of the embeddings, or if vLLM
+    converts it to another type in each step.
+    """
+    model = config.model_config
+    is_shared_or_cast = (
+        getattr(model.hf_text_config, "tie_word_embeddings", False)
+        or model.head_dtype != model.dtype
+    )
+    head_whole = borrow == "ffn" or (borrow == "all" and is_shared_or_cast)
     return ShardPlan(
-        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
+        shards, parts, loads=True, head_whole=head_whole, attention_whole=borrow == "ffn"
     )
 
 
