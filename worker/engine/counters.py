@@ -5,7 +5,7 @@ that they survive a switch from one mode to the next.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
@@ -57,6 +57,8 @@ class LoanCounts:
     whole_layers: int = 0
     lenders: tuple[int, ...] = ()
     """The processes whose memory ends with them; none on CPU."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the rank keeps in order to borrow: its ring, and other parts of whole layers."""
     bytes_borrowed: int = 0
 
     @property

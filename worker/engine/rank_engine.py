@@ -356,13 +356,14 @@ class RankEngine:
         return mode
 
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """Return (what, bytes) of weights, views, communicators and KV."""
+        """Return (what, bytes) of weights, ring, whole layers, views, communicators and KV."""
         communicators = tuple(
             (f"communicator_{name}", each.memory_bytes) for name, each in self.communicators.named()
         )
         views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
         return (
             ("weights", self.replica_bytes),
+            *(self.borrowing.memory.items() if self.borrowing is not None else ()),
             *views,
             *communicators,
             *((name, size) for name, size in self.other_bytes.items() if size),

@@ -89,7 +89,7 @@ class TreeBuilder:
             Mode.DP: (own.ring, own.lm_head_ring),
             Mode.SP: (own.ring,),
         }
-        return LoanCounts(rings, own.whole_layers, own.lenders)
+        return LoanCounts(rings, own.whole_layers, own.lenders, own.lent_bytes)
 
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.

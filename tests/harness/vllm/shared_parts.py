@@ -20,6 +20,8 @@ from tests.harness.vllm.trees import CPU, HIDDEN, Trees
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.borrowed import BorrowedLmHead, build_borrowing_tree
 from worker.engine.weights.lending import Borrowing, Place, share_parts
+from worker.engine.weights.part_memory import layouts_of, units_of
+from worker.engine.weights.part_store import unit_memory
 
 TOKENS = 33
 EXPERTS = 8
@@ -67,6 +69,12 @@ class SharedParts:
             return build_borrowing_tree(
                 config, self.loaded[rank], own.units, own.ring, shards=self.trees.shards
             )
+
+    def memory_of(self, rank: int, prefix: str) -> list[torch.Tensor]:
+        """The memory of those units of a rank's own part whose names begin so."""
+        units = list(units_of(self.loaded[rank]))
+        held = unit_memory(self.memory, rank, layouts_of(units), is_own=False)
+        return [raw for unit, raw in zip(units, held, strict=True) if unit.name.startswith(prefix)]
 
     def bits(self) -> list[bytes]:
         """All that each rank lends."""

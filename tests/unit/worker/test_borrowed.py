@@ -176,6 +176,11 @@ def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_lay
         compare(trees, shared, rank)
         own = shared.borrowings[rank]
         assert own.whole_layers == whole_layers
+        lent = sum(each.nbytes for each in own.lent)
+        kept = own.lent_bytes["whole_layers"]
+        assert own.lent_bytes["ring"] == lent - kept
+        of_a_part = sum(each.nbytes for each in shared.memory_of(rank, "model.layers.0."))
+        assert kept == 3 * of_a_part * whole_layers
         assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
         for name, unit in own.units.items():
             is_whole = name != "lm_head" and int(name.split(".")[2]) < whole_layers

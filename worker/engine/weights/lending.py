@@ -63,6 +63,8 @@ class Borrowing:
     """Layers of which the rank holds all parts, and borrows none."""
     lm_head_ring: LoanRing = field(default_factory=lambda: LoanRing(()))
     """The loans that bring the lm_head, after a forward pass, through the slots of `ring`."""
+    lent_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of `lent` by what they are for: the ring and its small tensors, and whole layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,18 +263,22 @@ def _borrowing(
         for n, (unit, of_unit, which) in enumerate(zip(units, parts, of_lm_head, strict=True))
     }
     residents = [resident for each in made for resident in each.residents]
-    lent = (
-        *slots.values(),
-        *(copy for *_, copy in held),
-        *(each for each in residents if each.numel()),
-    )
+    of_ring = [*slots.values(), *(each for each in residents if each.numel())]
+    of_whole = [copy for *_, copy in held]
+    lent_bytes = {
+        "ring": sum(each.nbytes for each in of_ring),
+        "whole_layers": sum(each.nbytes for each in of_whole),
+    }
     lenders = tuple(peer.pid for peer in peers.values() if peer.pid is not None)
 
     def prove() -> None:
         for ring, each in zip(rings, made, strict=True):
             prove_loans(ring, each.residents, each.promises)
 
-    return Borrowing(borrowed, rings[0], lent, lenders, whole_layers, rings[1]), prove
+    borrowing = Borrowing(
+        borrowed, rings[0], (*of_ring, *of_whole), lenders, whole_layers, rings[1], lent_bytes
+    )
+    return borrowing, prove
 
 
 @dataclass(frozen=True, slots=True)
