@@ -16,9 +16,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from comm_pool.cpu.cell_memory import cell_memory, weights_name
 from comm_pool.layout import Mode
 from comm_pool.loans import part_of
-from tests.harness.vllm.trees import CPU, HIDDEN, Trees
+from tests.harness.vllm.trees import CPU, HIDDEN, VOCAB, Trees
 from worker.engine.config import ModeKey, mode_config
-from worker.engine.weights.borrowed import BorrowedLmHead, build_borrowing_tree
+from worker.engine.weights.borrowed import BorrowedEmbeddings, BorrowedLmHead, build_borrowing_tree
+from worker.engine.weights.layers import PlannedEmbedding
 from worker.engine.weights.lending import Borrowing, Place, share_parts
 from worker.engine.weights.part_memory import layouts_of, units_of
 from worker.engine.weights.part_store import unit_memory
@@ -96,13 +97,16 @@ def outputs(
 
 
 def output_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a layer, a feed-forward network, experts or an lm_head give for the tests' input."""
+    """What a layer, a feed-forward network, experts or a table give for the tests' input."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
     if isinstance(module, RoutedExperts):
         weights, experts = torch.rand((TOKENS, EXPERTS), generator=generator).topk(2)
         out: torch.Tensor = module.forward_modular(x, weights, experts.int())
         return out
+    if isinstance(module, (PlannedEmbedding, BorrowedEmbeddings)):
+        rows: torch.Tensor = module(torch.randint(0, VOCAB, (TOKENS,), generator=generator))
+        return rows.clone()
     if isinstance(module, (ParallelLMHead, BorrowedLmHead)):
         logits: torch.Tensor = module.quant_method.apply(module, x)
         return logits.clone()

@@ -23,6 +23,7 @@ from tests.harness.vllm.trees import HEAD, HEADS, HIDDEN, INNER, VOCAB, Trees, t
 from tests.harness.vllm.trees import write_and_name as write
 from worker.engine.weights import lending
 from worker.engine.weights.borrowed import (
+    BorrowedEmbeddings,
     BorrowedFeedForward,
     BorrowedLmHead,
     BorrowedOutput,
@@ -38,12 +39,13 @@ ALL = [
     for layer in range(2)
     for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
 ]
-UNITS = {"ffn": FEED_FORWARD, "all": [*ALL, "lm_head"]}
+UNITS = {"ffn": FEED_FORWARD, "all": ["model.embed_tokens", *ALL, "lm_head"]}
 KINDS = {
     "qkv_proj": BorrowedQKV,
     "o_proj": BorrowedOutput,
     "mlp": BorrowedFeedForward,
     "lm_head": BorrowedLmHead,
+    "embed_tokens": BorrowedEmbeddings,
 }
 PIECES = 2
 """Of each part of the lm_head: it is larger than a feed-forward network's slot."""
@@ -127,7 +129,7 @@ def compare(trees: Trees, shared: SharedParts, rank: int, error_max: float = 3e-
     for name, out in whole.items():
         assert out.norm() > 0.1
         error = (borrowed[name] - out).abs().max() / out.abs().max()
-        if name.endswith("qkv_proj"):
+        if name.endswith(("qkv_proj", "embed_tokens")):
             assert torch.equal(borrowed[name], out), name
         assert error < error_max, name
     assert foreign_bytes(tree, shared.loaded[rank], own.lent) == 0
@@ -176,14 +178,20 @@ def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_lay
         compare(trees, shared, rank)
         own = shared.borrowings[rank]
         assert own.whole_layers == whole_layers
-        lent = sum(each.nbytes for each in own.lent)
+        tables = [
+            shared.memory_of(peer, "model.embed_tokens")[0] for peer in range(RANKS) if peer != rank
+        ]
+        lent = sum(each.nbytes for each in own.lent) - sum(each.nbytes for each in tables)
         kept = own.lent_bytes["whole_layers"]
         assert own.lent_bytes["ring"] == lent - kept
         of_a_part = sum(each.nbytes for each in shared.memory_of(rank, "model.layers.0."))
         assert kept == 3 * of_a_part * whole_layers
         assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
         for name, unit in own.units.items():
-            is_whole = name != "lm_head" and int(name.split(".")[2]) < whole_layers
+            # Embeddings are read where they lie.
+            is_whole = name != "lm_head" and (
+                name == "model.embed_tokens" or int(name.split(".")[2]) < whole_layers
+            )
             assert all((part.loan is None) == is_whole for part in unit.parts[1:]), name
 
 

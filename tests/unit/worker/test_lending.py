@@ -95,7 +95,7 @@ def test_each_unit_has_the_parts_that_the_rank_lacks_and_slots_come_round_in_tim
     assert [(loan.layer, loan.part) for loan in plan] == [
         (unit, part)
         for unit, kind in enumerate(kinds)
-        if unit not in whole and kind is not UnitKind.LM_HEAD
+        if unit not in whole and kind.is_of_layer
         for part in lacking
     ]
     last: dict[tuple[UnitKind, int], int] = {}

@@ -5,7 +5,8 @@ layer that the rank holds whole is the loaded module. In place of each unit that
 stands a module with all parts: its own and, in slots of the ring, those of its peers. A part is
 computed by the rank's own layer with another part's tensors, so whatever quantization and kernels
 vLLM serves in tp, it serves here. Results of column-parallel parts and of parts of the vocabulary
-stand side by side, those of row-parallel parts add up, as tp's all-reduce would do.
+stand side by side, those of row-parallel parts and of embeddings add up, as tp's all-reduce would
+do.
 """
 
 import copy
@@ -64,7 +65,17 @@ class BorrowedUnit:
         for layer in made.values():
             if isinstance(layer, LinearBase):
                 layer.tp_rank = part.part
-            if isinstance(layer, RowParallelLinear):
+            if isinstance(layer, VocabParallelEmbedding):
+                layer.tp_rank = part.part
+                layer.shard_indices = layer._get_indices(
+                    layer.num_embeddings_padded,
+                    layer.org_vocab_size_padded,
+                    layer.num_embeddings,
+                    layer.org_vocab_size,
+                    part.part,
+                    layer.tp_size,
+                )
+            if isinstance(layer, (RowParallelLinear, VocabParallelEmbedding)):
                 layer.reduce_results = False
         for place, tensor in part.tensors:
             put_tensor(made[place.layer], place, tensor)
@@ -100,15 +111,23 @@ class BorrowedModule(nn.Module):
         return part(*args, **kwargs)
 
 
-class BorrowedFeedForward(BorrowedModule):
-    """A feed-forward network: the sum of its parts."""
+class BorrowedSum(BorrowedModule):
+    """A module that gives the sum of its parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, hidden) -> (T, hidden)."""
+        """(T, hidden) or (T,) tokens -> (T, hidden)."""
         total: torch.Tensor = self.computed(0, x)
         for number in range(1, len(self.parts)):
             total = total.add_(self.computed(number, x))
         return total
+
+
+class BorrowedFeedForward(BorrowedSum):
+    """A feed-forward network."""
+
+
+class BorrowedEmbeddings(BorrowedSum):
+    """Token embeddings: each part gives the rows that it has, and zeros for other tokens."""
 
 
 class BorrowedQKV(BorrowedModule):
@@ -260,6 +279,8 @@ def _put_together(borrowed: BorrowedUnit, source: nn.Module, own: nn.Module) -> 
     if kind is UnitKind.QKV:
         assert isinstance(own, ShardMajorQKV), "the same layer of another tree"
         return BorrowedQKV(made, ring, own)
+    if kind is UnitKind.EMBEDDINGS:
+        return BorrowedEmbeddings(made, ring)
     if kind is UnitKind.LM_HEAD:
         assert isinstance(own, ParallelLMHead), "the same layer of another tree"
         return BorrowedLmHead(made, ring, own.num_embeddings_padded)

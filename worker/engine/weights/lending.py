@@ -56,7 +56,7 @@ class Borrowing:
     units: Mapping[str, BorrowedUnit]
     ring: LoanRing
     lent: tuple[torch.Tensor, ...]
-    """The slots of the ring, and copies of peers' small tensors."""
+    """The slots of the ring, copies of peers' tensors, and memory of peers that is read there."""
     lenders: tuple[int, ...] = ()
     """The processes that the peers' memory ends with."""
     whole_layers: int = 0
@@ -64,7 +64,7 @@ class Borrowing:
     lm_head_ring: LoanRing = field(default_factory=lambda: LoanRing(()))
     """The loans that bring the lm_head, after a forward pass, through the slots of `ring`."""
     lent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of `lent` by what they are for: the ring and its small tensors, and whole layers."""
+    """Own bytes by what they are for: the ring and its small tensors, and whole layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,10 @@ def share_parts(
 
 
 def layers_of(units: Sequence[Unit]) -> list[list[int]]:
-    """Return the numbers of the units of each layer, in order; the lm_head is in none."""
+    """Return the numbers of the units of each layer, in order."""
     layers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
-        if unit.kind is UnitKind.LM_HEAD:
+        if not unit.kind.is_of_layer:
             continue
         layers.setdefault(extract_layer_index(unit.name), []).append(number)
     return [layers[index] for index in sorted(layers)]
@@ -245,10 +245,12 @@ def _borrowing(
     for layout, raw in zip(layouts, own, strict=True):
         views = [(each, each.view(raw)) for each in layout.places]
         parts.append([UnitPart(place.part, None, views)])
-    held = _copy_whole(whole, layouts, peers, place)
-    for number, unit_part, _ in held:
-        parts[number].append(unit_part)
+    held = _parts_of_peers(whole, layouts, peers, place, copied=True)
     kinds = [unit.kind for unit in units]
+    in_place = [n for n, kind in enumerate(kinds) if kind is UnitKind.EMBEDDINGS]
+    read = _parts_of_peers(in_place, layouts, peers, place, copied=False)
+    for number, unit_part, _ in (*held, *read):
+        parts[number].append(unit_part)
     in_forward = [_Lent(n, layout.pieces[0]) for n, layout in enumerate(layouts)]
     plans = [
         _Plan(in_forward, plan_of_units(kinds, place, whole)),
@@ -275,9 +277,8 @@ def _borrowing(
         for ring, each in zip(rings, made, strict=True):
             prove_loans(ring, each.residents, each.promises)
 
-    borrowing = Borrowing(
-        borrowed, rings[0], (*of_ring, *of_whole), lenders, whole_layers, rings[1], lent_bytes
-    )
+    lent = (*of_ring, *of_whole, *(memory for *_, memory in read))
+    borrowing = Borrowing(borrowed, rings[0], lent, lenders, whole_layers, rings[1], lent_bytes)
     return borrowing, prove
 
 
@@ -323,9 +324,9 @@ def _make_slots(
     Units of a kind take turns in slots. The lm_head is used when no other unit is, so its pieces
     take the slots of the largest ones, which they fit.
     """
-    of_layers = [n for n, unit in enumerate(units) if unit.kind is not UnitKind.LM_HEAD]
+    of_layers = [n for n, unit in enumerate(units) if unit.kind.is_of_layer]
     largest = units[max(of_layers, key=lambda n: layouts[n].loan_bytes)].kind
-    kinds = [largest if unit.kind is UnitKind.LM_HEAD else unit.kind for unit in units]
+    kinds = [unit.kind if unit.kind.is_of_layer else largest for unit in units]
     sizes: dict[tuple[UnitKind, int], int] = defaultdict(int)
     for plan in plans:
         for loan in plan.loans:
@@ -382,25 +383,30 @@ def _plan_of_lm_head(
     return _Plan(pieces, plan)
 
 
-def _copy_whole(
-    whole: Collection[int],
+def _parts_of_peers(
+    numbers: Collection[int],
     layouts: Sequence[UnitLayout],
     peers: Mapping[int, _Peer],
     place: Place,
+    *,
+    copied: bool,
 ) -> list[tuple[int, UnitPart, torch.Tensor]]:
-    """Copy and compare all parts of these units; return (unit, part, its memory) of each."""
-    made, copies, promises = [], [], []
-    for number in whole:
+    """Return (unit, part, its memory) of all parts of these units that the rank lacks, compared.
+
+    The memory is a copy that the rank keeps, or the lender's.
+    """
+    made, memory, promises = [], [], []
+    for number in numbers:
         layout = layouts[number]
         for loan in loan_plan(place.rank - place.first, place.ranks, place.parts, 1):
             lender = place.first + loan.lender
-            lent = peers[lender].units[number]
-            copy = peers[lender].memory[number].clone()
-            copies.append((copy[: layout.loan_bytes], copy[layout.loan_bytes :]))
+            lent, raw = peers[lender].units[number], peers[lender].memory[number]
+            raw = raw.clone() if copied else raw
+            memory.append((raw[: layout.loan_bytes], raw[layout.loan_bytes :]))
             promises.append(Promise(lent.name, lender, lent.sums))
-            views = [(each, each.view(copy)) for each in layout.places]
-            made.append((number, UnitPart(loan.part, None, views), copy))
-    prove_copies(copies, promises)
+            views = [(each, each.view(raw)) for each in layout.places]
+            made.append((number, UnitPart(loan.part, None, views), raw))
+    prove_copies(memory, promises)
     return made
 
 
@@ -409,10 +415,10 @@ def plan_of_units(
 ) -> tuple[Loan, ...]:
     """Return the loans of a step, in the order of use; `layer` is the number of a unit.
 
-    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed, nor
-    is the lm_head, which no forward pass computes.
+    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed;
+    embeddings are read where they lie, and no forward pass computes the lm_head.
     """
-    counts = Counter(kind for kind in kinds if kind is not UnitKind.LM_HEAD)
+    counts = Counter(kind for kind in kinds if kind.is_of_layer)
     found: list[tuple[int, int, UnitKind, Loan]] = []
     for kind, count in counts.items():
         numbers = [number for number, each in enumerate(kinds) if each is kind]

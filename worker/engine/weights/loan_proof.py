@@ -46,7 +46,7 @@ def prove_loans(
 def prove_copies(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]], promises: Sequence[Promise]
 ) -> None:
-    """Compare copies of units that a rank keeps: large tensors and small ones, (bytes,) int8.
+    """Compare units that a rank has copied or reads in place: large tensors and small ones, int8.
 
     Raises:
         ViewError: as `prove_loans`.

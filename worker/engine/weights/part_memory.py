@@ -2,8 +2,9 @@
 
 A unit is what a rank borrows as one: the linear layers of a feed-forward network, a linear layer of
 an attention, or the experts of a layer, in the order of their use within a step. The lm_head is a
-unit too, the last; as it is larger than the others, it is borrowed in pieces. Each unit lies in
-one range of memory. Tensors that a borrower copies in every step come first, so one copy moves
+unit too, the last; as it is larger than the others, it is borrowed in pieces. Token embeddings are
+the first; as a step needs few of their rows, these are read where they lie. Each unit lies in one
+range of memory. Tensors that a borrower copies in every step come first, so one copy moves
 them; small ones, such as biases and scales, follow and are copied once. All parts of a unit have
 the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
@@ -16,7 +17,10 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
 
@@ -38,6 +42,12 @@ class UnitKind(StrEnum):
     OUTPUT = "output"
     EXPERTS = "experts"
     LM_HEAD = "lm_head"
+    EMBEDDINGS = "embeddings"
+
+    @property
+    def is_of_layer(self) -> bool:
+        """Whether each layer has units of this kind."""
+        return self not in (UnitKind.LM_HEAD, UnitKind.EMBEDDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,7 @@ def is_parted(layer: nn.Module) -> bool:
     """Return whether a loaded layer holds one of several parts."""
     if isinstance(layer, RoutedExperts):
         return bool(layer.local_num_experts < layer.global_num_experts)
-    kinds = (ColumnParallelLinear, RowParallelLinear, ParallelLMHead)
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     return isinstance(layer, kinds) and layer.tp_size > 1
 
 
@@ -129,6 +139,7 @@ def _kind_of(name: str, layer: nn.Module) -> UnitKind:
         (UnitKind.QKV, ShardMajorQKV),
         (UnitKind.OUTPUT, RowParallelLinear),
         (UnitKind.LM_HEAD, ParallelLMHead),
+        (UnitKind.EMBEDDINGS, VocabParallelEmbedding),
     ):
         if isinstance(layer, layers):
             return kind
@@ -173,7 +184,7 @@ def layouts_of(units: Sequence[Unit]) -> tuple[UnitLayout, ...]:
     of_layers = [
         layout.loan_bytes
         for unit, layout in zip(units, layouts, strict=True)
-        if unit.kind is not UnitKind.LM_HEAD
+        if unit.kind.is_of_layer
     ]
     return tuple(
         in_pieces(layout, max(of_layers)) if unit.kind is UnitKind.LM_HEAD and of_layers else layout
