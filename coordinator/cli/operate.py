@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.last_run import find_admin_url
-from coordinator.cli.rank_words import hold_parts, weights_words
+from coordinator.cli.rank_words import hold_parts, megabytes, weights_words
 from coordinator.cli.tables import format_table
 
 LAST_MAX = 1_000
@@ -118,7 +118,16 @@ def run_explain(options: argparse.Namespace) -> int:
         print("\n" + decision_text(decision))
     for times in answer["step_times"]:
         print("\n" + step_times_text(times))
+    if answer["borrowing_bytes"]:
+        print("\n" + borrowing_text(answer["borrowing_bytes"]))
     return 0
+
+
+def borrowing_text(sizes: Mapping[str, int]) -> str:
+    """Return what a rank keeps in order to borrow, which KV lacks."""
+    words = {"ring": "as the ring of its loans", "whole_layers": "as other parts of whole layers"}
+    named = (f"{megabytes(sizes[name])} {words[name]}" for name in words if name in sizes)
+    return f"Each rank keeps {' and '.join(named)}: KV lacks this memory."
 
 
 def decision_text(decision: dict[str, Any]) -> str:

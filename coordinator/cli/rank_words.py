@@ -19,8 +19,17 @@ def weights_words(rank: Mapping[str, Any]) -> str:
     words = [f"part {weights['part']} of {weights['parts']}"]
     if weights["borrow"] != "none":
         words.append(f"borrows {weights['borrow']}")
+    sizes = weights["borrowing_bytes"]
+    if "ring" in sizes:
+        words.append(f"ring {megabytes(sizes['ring'])}")
     if weights["whole_layers"]:
-        words.append(f"{weights['whole_layers']} layers whole")
+        size = f" ({megabytes(sizes['whole_layers'])})" if "whole_layers" in sizes else ""
+        words.append(f"{weights['whole_layers']} layers whole{size}")
     if weights["floor_ms"]:
         words.append(f"steps from {max(weights['floor_ms'].values()):.1f} ms")
     return ", ".join(words)
+
+
+def megabytes(size: int) -> str:
+    """Return a size in MB, as it stands in a sentence."""
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

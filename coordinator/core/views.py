@@ -103,8 +103,15 @@ def step_times_view(roster: Roster) -> View:
                 },
             }
             for times in (record.hello.step_times if record else ())
-        ]
+        ],
+        "borrowing_bytes": _borrowing_bytes(record.hello) if record else {},
     }
+
+
+def _borrowing_bytes(hello: RankHello) -> dict[str, int]:
+    """Return the memory that a rank keeps in order to borrow, by what it is for."""
+    memory = dict(hello.memory)
+    return {name: memory[name] for name in ("ring", "whole_layers") if memory.get(name)}
 
 
 def queue_view(tasks: TaskTable) -> View:
@@ -176,6 +183,7 @@ def _weights_view(hello: RankHello) -> View:
         "parts": hello.parts,
         "borrow": hello.borrow,
         "whole_layers": hello.whole_layers,
+        "borrowing_bytes": _borrowing_bytes(hello),
         "floor_ms": {
             # The names of mixed groups have their widths.
             f"{name}{times.width}" if name in set(Mode) else name: us / 1000

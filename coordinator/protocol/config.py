@@ -68,8 +68,9 @@ class CellConfig(_Frozen):
     """
     borrow: Literal["none", "ffn", "all"] = "ffn"
     """Layers that ranks hold in parts if `weight_parts` is above 1, and read from each other during
-    a step: `ffn` are feed-forward layers and experts, `all` are those of attention too. With `none`
-    ranks hold parts of all layers and read nothing, so only the widest groups serve."""
+    a step: `ffn` are feed-forward layers and experts, `all` are attention, embeddings and the
+    output layer too. With `none` ranks hold parts of all layers but the embeddings and read
+    nothing, so only the widest groups serve."""
     whole_layers: Literal["auto"] | LayerCount | tuple[LayerCount, ...] = 0
     """Layers of which every rank holds all parts, which makes small steps faster and
     leaves less memory for KV; `auto` takes the fewest with which a step can meet the tightest

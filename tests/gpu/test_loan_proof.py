@@ -35,8 +35,8 @@ def test_loans_are_proved_and_a_changed_one_is_refused() -> None:
     sums = numbers_of(checksum(each) for each in (*held, *small))
     assert sums == numbers_of(checksum(each.cpu()) for each in (*held, *small))
     promises = [
-        Promise(f"layer.{number}", 1, UnitSums(*pair))
-        for number, pair in enumerate(zip(sums[:UNITS], sums[UNITS:], strict=True))
+        Promise(f"layer.{number}", 1, UnitSums((loan,), resident))
+        for number, (loan, resident) in enumerate(zip(sums[:UNITS], sums[UNITS:], strict=True))
     ]
     slots = [torch.empty(LOAN_BYTES, dtype=torch.int8, device=DEVICE) for _ in range(SLOTS)]
     loans = [

@@ -3,6 +3,7 @@
 Two ranks hold halves; of four, each holds a half, two of them the same one, or a quarter. A rank
 computes in dp and its share of sp with all parts, of which it borrows the others' in every step;
 where ranks take turns between sp, tp and mixed shapes, loans begin and end between other steps.
+All models but the demo have an lm_head of their own; that of `untied` falls into uneven parts.
 The references are plain vLLM's (tp 1), as the repository keeps them, and fp32 must agree to 2e-5.
 
 The cases of each day have every model both with `ffn` and with `all`, every model once in dp and
@@ -35,15 +36,16 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 DAILY = {
     ("demo", "alone-of-two", "ffn"),
-    ("untied", "alone-of-two", "all"),
     ("qkv-bias", "alone-of-four", "all"),
     ("untied", "halves", "ffn"),
+    ("untied", "halves", "all"),
     ("qkv-bias", "quarters", "ffn"),
     ("one-kv-head", "quarters", "all"),
     ("qwen3-moe", "pair", "all"),
 }
 DAILY_POISONED = {
     ("demo", "halves", "all"),
+    ("untied", "alone-of-two", "all"),
     ("one-kv-head", "alone-of-four", "ffn"),
     ("qwen3-moe", "alone-of-two", "ffn"),
 }

@@ -40,6 +40,11 @@ def test_ranks_choose_alike_and_a_restart_keeps_the_choice(tmp_path: Path) -> No
     ) as cell:
         first = whole_of(cell)
         assert first[0] == first[1] > 0
+        for rank in cell.get("/admin/ranks")["ranks"]:
+            kept = rank["weights"]["borrowing_bytes"]
+            assert kept["whole_layers"] > 0
+            assert {name: rank["memory"][name] for name in kept} == kept
+        assert cell.get("/admin/decisions?last=1")["borrowing_bytes"] == kept
         expected = answers(cell, "before")
         kill(cell, 1, pids_of(cell)[1])
         back(cell, "rank 1")

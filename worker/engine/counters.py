@@ -4,8 +4,8 @@ vLLM's scheduler hands out its statistics with every step. A rank keeps totals a
 that they survive a switch from one mode to the next.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
@@ -52,28 +52,52 @@ class Borrowing(Protocol):
 class LoanCounts:
     """What a rank has borrowed since it started."""
 
-    ring: LoanRing
-    modes: frozenset[StepMode]
-    """The modes whose steps borrow."""
+    rings: Mapping[StepMode, tuple[LoanRing, ...]]
+    """The rings of the modes whose steps borrow."""
     whole_layers: int = 0
     lenders: tuple[int, ...] = ()
     """The processes whose memory ends with them; none on CPU."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the rank keeps in order to borrow: its ring, and other parts of whole layers."""
     bytes_borrowed: int = 0
+
+    @property
+    def modes(self) -> frozenset[StepMode]:
+        """The modes whose steps borrow."""
+        return frozenset(self.rings)
 
     def count(self, mode: StepMode) -> None:
         """Count a step in a mode."""
-        if mode in self.modes:
-            self.bytes_borrowed += self.ring.step_bytes
+        self.bytes_borrowed += sum(ring.step_bytes for ring in self.rings.get(mode, ()))
+
+    def abort_step(self) -> None:
+        """Let later work wait for the copies of a step that has ended before their uses."""
+        for ring in self._distinct():
+            ring.abort_step()
+
+    def floors_s(self, meet: Callable[[], object]) -> dict[StepMode, float]:
+        """Return the seconds of a step's loans alone, by mode; all ranks must measure at once.
+
+        `meet` returns when all ranks have called it.
+        """
+        found: dict[LoanRing, float] = {}
+        for ring in self._distinct():
+            meet()
+            found[ring] = ring.floor_s()
+        return {mode: sum(found[ring] for ring in rings) for mode, rings in self.rings.items()}
+
+    def _distinct(self) -> tuple[LoanRing, ...]:
+        return tuple(dict.fromkeys(ring for rings in self.rings.values() for ring in rings))
 
     def check(self, mode: StepMode) -> None:
         """Raise `LenderLostError` if a finished step in a mode may have read lost memory."""
-        if mode in self.modes:
+        if mode in self.rings:
             check_lenders(self.lenders)
 
     @property
     def wait_s(self) -> float:
         """How long computation waited for loans."""
-        return self.ring.wait_s
+        return sum(ring.wait_s for ring in self._distinct())
 
 
 class Counting(Protocol):

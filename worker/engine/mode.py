@@ -92,7 +92,7 @@ class PreparedMode:
                 result = self.runner.run(output, plan.grammar, plan.resuming, plan.known)
             except torch.OutOfMemoryError as error:
                 if self.loans is not None:
-                    self.loans.ring.abort_step()
+                    self.loans.abort_step()
                 raise NoRoomError(str(error)) from None
             if self.loans is not None and not plan.is_empty:
                 self.loans.count(plan.mode)

@@ -321,10 +321,18 @@ class RankEngine:
         if borrowing is None:
             return {}
         # All ranks borrow at once, as in service.
-        self.select(self.spec.widest).communicator.group.barrier()
-        floor_us = round(borrowing.ring.floor_s() * 1e6)
-        log.info("loans_measured", floor_us=floor_us, step_bytes=borrowing.ring.step_bytes)
-        return dict.fromkeys(borrowing.modes, floor_us)
+        together = self.select(self.spec.widest).communicator.group.barrier
+        floors = borrowing.floors_s(together)
+        floor_us = {mode: round(seconds * 1e6) for mode, seconds in floors.items()}
+        log.info(
+            "loans_measured",
+            floor_us={str(mode): us for mode, us in floor_us.items()},
+            step_bytes={
+                str(mode): sum(ring.step_bytes for ring in rings)
+                for mode, rings in borrowing.rings.items()
+            },
+        )
+        return floor_us
 
     def _probe(self, mode: PreparedMode) -> None:
         """Compute the probe in all modes of the selected width, together with its group."""
@@ -348,13 +356,14 @@ class RankEngine:
         return mode
 
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """Return (what, bytes) of weights, views, communicators and KV."""
+        """Return (what, bytes) of weights, ring, whole layers, views, communicators and KV."""
         communicators = tuple(
             (f"communicator_{name}", each.memory_bytes) for name, each in self.communicators.named()
         )
         views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
         return (
             ("weights", self.replica_bytes),
+            *(self.borrowing.memory.items() if self.borrowing is not None else ()),
             *views,
             *communicators,
             *((name, size) for name, size in self.other_bytes.items() if size),

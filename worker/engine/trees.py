@@ -30,6 +30,7 @@ from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
 from worker.engine.weights.part_finder import find_part
 from worker.engine.weights.part_store import StoredPart
+from worker.engine.weights.ring import LoanRing
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import (
@@ -82,10 +83,13 @@ class TreeBuilder:
         """Return the counts of what the rank borrows, once loaded; None if it borrows nothing."""
         if self.borrowing is None:
             return None
-        modes: frozenset[StepMode] = frozenset({Mode.DP, Mode.SP})
-        return LoanCounts(
-            self.borrowing.ring, modes, self.borrowing.whole_layers, self.borrowing.lenders
-        )
+        # Ranks that share the tokens of a step compute logits as in tp.
+        own = self.borrowing
+        rings: dict[StepMode, tuple[LoanRing, ...]] = {
+            Mode.DP: (own.ring, own.lm_head_ring),
+            Mode.SP: (own.ring,),
+        }
+        return LoanCounts(rings, own.whole_layers, own.lenders, own.lent_bytes)
 
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
@@ -117,7 +121,7 @@ class TreeBuilder:
             return None
         # Of its own: a configuration has the layers of one tree.
         config = self._config_of_part(spec.parts)
-        plan = loading_plan(spec.widest, spec.parts, spec.borrow)
+        plan = loading_plan(config, spec.widest, spec.parts, spec.borrow)
         try:
             with set_current_vllm_config(config):
                 return find_part(config, plan, spec.memory, spec.rank)

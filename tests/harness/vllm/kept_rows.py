@@ -4,9 +4,10 @@ Of a row of 4096 logits these are kept:
 
 - every 32nd, and the 16 largest with their columns: a change of these is seen directly;
 - sums over 16 neighbours, and over 16 that are 16 apart, both with signs that alternate. The row is
-  a pile of squares of 16 by 16, of which these are the sums of lines and of columns. A change of
-  one logit, or of any two or three, cannot cancel out in all of them: it takes four, at the corners
-  of a rectangle. A change of all logits alike does, and is seen directly;
+  a pile of squares of 16 by 16, the last filled up with zeros, of which these are the sums of
+  lines and of columns. A change of one logit, or of any two or three, cannot cancel out in all of
+  them: it takes four, at the corners of a rectangle. A change of all logits alike does, and is seen
+  directly;
 - the logarithm of the sum of exponentials, which all log-probabilities of the row hang on.
 
 So a logit that is wrong by more than the tolerance is seen wherever it stands: what a sum allows is
@@ -36,7 +37,8 @@ Rows = Mapping[str, Any]
 def keep(rows: Any) -> dict[str, Any]:
     """(..., vocabulary) logits -> what is kept of them."""
     exact = np.asarray(rows, dtype=np.float64)
-    squares = exact.reshape(*exact.shape[:-1], -1, SIDE, SIDE)
+    short = [(0, 0)] * (exact.ndim - 1) + [(0, -exact.shape[-1] % SIDE**2)]
+    squares = np.pad(exact, short).reshape(*exact.shape[:-1], -1, SIDE, SIDE)
     largest = np.argsort(-exact, axis=-1, kind="stable")[..., :LARGEST]
     top = np.take_along_axis(exact, largest, -1)
     spread = np.exp(exact - top[..., :1]).sum(-1, keepdims=True)

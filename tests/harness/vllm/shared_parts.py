@@ -11,14 +11,18 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from comm_pool.cpu.cell_memory import cell_memory, weights_name
 from comm_pool.layout import Mode
 from comm_pool.loans import part_of
-from tests.harness.vllm.trees import CPU, HIDDEN, Trees
+from tests.harness.vllm.trees import CPU, HIDDEN, VOCAB, Trees
 from worker.engine.config import ModeKey, mode_config
-from worker.engine.weights.borrowed import build_borrowing_tree
+from worker.engine.weights.borrowed import BorrowedEmbeddings, BorrowedLmHead, build_borrowing_tree
+from worker.engine.weights.layers import PlannedEmbedding
 from worker.engine.weights.lending import Borrowing, Place, share_parts
+from worker.engine.weights.part_memory import layouts_of, units_of
+from worker.engine.weights.part_store import unit_memory
 
 TOKENS = 33
 EXPERTS = 8
@@ -67,6 +71,12 @@ class SharedParts:
                 config, self.loaded[rank], own.units, own.ring, shards=self.trees.shards
             )
 
+    def memory_of(self, rank: int, prefix: str) -> list[torch.Tensor]:
+        """The memory of those units of a rank's own part whose names begin so."""
+        units = list(units_of(self.loaded[rank]))
+        held = unit_memory(self.memory, rank, layouts_of(units), is_own=False)
+        return [raw for unit, raw in zip(units, held, strict=True) if unit.name.startswith(prefix)]
+
     def bits(self) -> list[bytes]:
         """All that each rank lends."""
         names = [weights_name(rank) for rank in range(self.ranks)]
@@ -87,13 +97,19 @@ def outputs(
 
 
 def output_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a layer, a feed-forward network or a layer's experts give for the input of all tests."""
+    """What a layer, a feed-forward network, experts or a table give for the tests' input."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(dtype)
     if isinstance(module, RoutedExperts):
         weights, experts = torch.rand((TOKENS, EXPERTS), generator=generator).topk(2)
         out: torch.Tensor = module.forward_modular(x, weights, experts.int())
         return out
+    if isinstance(module, (PlannedEmbedding, BorrowedEmbeddings)):
+        rows: torch.Tensor = module(torch.randint(0, VOCAB, (TOKENS,), generator=generator))
+        return rows.clone()
+    if isinstance(module, (ParallelLMHead, BorrowedLmHead)):
+        logits: torch.Tensor = module.quant_method.apply(module, x)
+        return logits.clone()
     result = module(x)
     out = result[0] if isinstance(result, tuple) else result
     return out.clone()

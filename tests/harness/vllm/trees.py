@@ -27,7 +27,8 @@ from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.tree import build_tp_tree, load_replica
 
 SHARDS = 4
-HIDDEN, INNER, VOCAB, LAYERS, HEADS, HEAD = 128, 256, 512, 2, 4, 32
+HIDDEN, INNER, VOCAB, LAYERS, HEADS, HEAD = 128, 256, 1400, 2, 4, 32
+"""With padding the vocabulary has 1,408 rows, so no part of it is a multiple of 64."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 CPU = torch.device("cpu")

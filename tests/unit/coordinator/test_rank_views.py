@@ -18,6 +18,9 @@ FLOORS = (
 )
 
 
+MEMORY = (("ring", 975_000_000), ("whole_layers", 1_180_000))
+
+
 def views(*, parts: bool) -> list[dict[str, Any]]:
     """Of two ranks; the first has reported its loans."""
     cell = Cell("dp2")
@@ -27,6 +30,7 @@ def views(*, parts: bool) -> list[dict[str, Any]]:
             hello = replace(
                 hello, part=rank, parts=2, borrow="ffn", whole_layers=3, step_times=FLOORS
             )
+            hello = replace(hello, memory=(*hello.memory, *MEMORY))
         cell.event(RankOpened(hello))
     report = cell.ranks[Rank(0)].report(0)
     loans = (("borrowed_bytes", 5 << 30), ("loan_wait_us", 1_500)) if parts else ()
@@ -43,6 +47,7 @@ def test_the_ranks_view_names_part_loans_and_floors() -> None:
         "parts": 2,
         "borrow": "ffn",
         "whole_layers": 3,
+        "borrowing_bytes": dict(MEMORY),
         "floor_ms": {"dp1": 67.5, "sp4": 70.0, "sp2tp2": 35.0},
     }
     assert second["weights"]["part"] == 1
@@ -51,13 +56,15 @@ def test_the_ranks_view_names_part_loans_and_floors() -> None:
         "parts": 1,
         "borrow": "none",
         "whole_layers": 0,
+        "borrowing_bytes": {},
         "floor_ms": {},
     }
 
 
 def test_status_has_a_column_only_where_ranks_hold_parts() -> None:
     shown = operate._ranks_table(views(parts=True))
-    assert "part 1 of 2, borrows ffn, 3 layers whole, steps from 70.0 ms" in shown
+    words = "part 1 of 2, borrows ffn, ring 975 MB, 3 layers whole (1.18 MB), steps from 70.0 ms"
+    assert words in shown
     assert "weights" in shown.splitlines()[0]
     assert "weights" not in operate._ranks_table(views(parts=False))
 
@@ -65,8 +72,25 @@ def test_status_has_a_column_only_where_ranks_hold_parts() -> None:
 def test_the_words_for_what_a_rank_holds() -> None:
     assert weights_words({}) == "-"
     assert weights_words(views(parts=False)[0]) == "all"
-    alone = {"part": 1, "parts": 4, "borrow": "none", "whole_layers": 0, "floor_ms": {}}
+    alone = {
+        "part": 1,
+        "parts": 4,
+        "borrow": "none",
+        "whole_layers": 0,
+        "borrowing_bytes": {},
+        "floor_ms": {},
+    }
     assert weights_words({"weights": alone}) == "part 1 of 4"
+
+
+def test_explain_says_what_borrowing_keeps_from_kv() -> None:
+    assert operate.borrowing_text(dict(MEMORY)) == (
+        "Each rank keeps 975 MB as the ring of its loans and 1.18 MB as other parts of whole "
+        "layers: KV lacks this memory."
+    )
+    assert operate.borrowing_text({"ring": 12_345_678}) == (
+        "Each rank keeps 12 MB as the ring of its loans: KV lacks this memory."
+    )
 
 
 def test_metrics_of_loans_exist_for_every_rank() -> None:

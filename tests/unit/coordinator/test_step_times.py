@@ -50,7 +50,7 @@ def test_the_view_has_each_width_once() -> None:
     assert (four["width"], four["sp_from_tokens"], four["kv_tokens"]) == (4, 64, 640)
     assert four["mixed_from_tokens"] == {"sp2tp2": 32}
     assert set(four["curves"]) == {"tp", "sp", "sp2tp2"}
-    assert step_times_view(Roster(4)) == {"step_times": []}
+    assert step_times_view(Roster(4)) == {"step_times": [], "borrowing_bytes": {}}
 
 
 def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:

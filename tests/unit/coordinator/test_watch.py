@@ -102,10 +102,11 @@ def test_it_shows_parts_of_the_weights_where_ranks_hold_them() -> None:
             "parts": 2,
             "borrow": "all",
             "whole_layers": 0,
+            "borrowing_bytes": {"ring": 975_000_000},
             "floor_ms": {"dp1": 67.5},
         }
     text = shown(answer, [sample("dp2", "ss")])
-    assert "part 0 of 2, borrows all, steps from 67.5 ms" in text
+    assert "part 0 of 2, borrows all, ring 975 MB, steps from 67.5 ms" in text
     assert "part 1 of 2" in text
 
 

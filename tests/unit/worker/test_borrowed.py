@@ -23,7 +23,9 @@ from tests.harness.vllm.trees import HEAD, HEADS, HIDDEN, INNER, VOCAB, Trees, t
 from tests.harness.vllm.trees import write_and_name as write
 from worker.engine.weights import lending
 from worker.engine.weights.borrowed import (
+    BorrowedEmbeddings,
     BorrowedFeedForward,
+    BorrowedLmHead,
     BorrowedOutput,
     BorrowedQKV,
 )
@@ -37,8 +39,16 @@ ALL = [
     for layer in range(2)
     for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
 ]
-UNITS = {"ffn": FEED_FORWARD, "all": ALL}
-KINDS = {"qkv_proj": BorrowedQKV, "o_proj": BorrowedOutput, "mlp": BorrowedFeedForward}
+UNITS = {"ffn": FEED_FORWARD, "all": ["model.embed_tokens", *ALL, "lm_head"]}
+KINDS = {
+    "qkv_proj": BorrowedQKV,
+    "o_proj": BorrowedOutput,
+    "mlp": BorrowedFeedForward,
+    "lm_head": BorrowedLmHead,
+    "embed_tokens": BorrowedEmbeddings,
+}
+PIECES = 2
+"""Of each part of the lm_head: it is larger than a feed-forward network's slot."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +129,7 @@ def compare(trees: Trees, shared: SharedParts, rank: int, error_max: float = 3e-
     for name, out in whole.items():
         assert out.norm() > 0.1
         error = (borrowed[name] - out).abs().max() / out.abs().max()
-        if name.endswith("qkv_proj"):
+        if name.endswith(("qkv_proj", "embed_tokens")):
             assert torch.equal(borrowed[name], out), name
         assert error < error_max, name
     assert foreign_bytes(tree, shared.loaded[rank], own.lent) == 0
@@ -136,9 +146,13 @@ def test_units_in_parts_give_what_whole_ones_give(trees: Trees, parts: int, borr
         assert [*shared.borrowings[rank].units] == UNITS[borrow]
         for name in UNITS[borrow]:
             assert type(modules[name]) is KINDS[name.rpartition(".")[2]]
-            assert len(modules[name].parts) == parts
-        ring = shared.borrowings[rank].ring
-        assert len(ring.loans) == len(UNITS[borrow]) * (parts - 1)
+            others = (parts - 1) * (PIECES if name == "lm_head" else 1)
+            assert len(modules[name].parts) == 1 + others
+        own = shared.borrowings[rank]
+        assert len(own.ring.loans) == len({"ffn": FEED_FORWARD, "all": ALL}[borrow]) * (parts - 1)
+        assert len(own.lm_head_ring.loans) == (PIECES * (parts - 1) if borrow == "all" else 0)
+        slots = {each.slot.data_ptr() for each in own.ring.loans}
+        assert {each.slot.data_ptr() for each in own.lm_head_ring.loans} <= slots, "it has grown"
     assert shared.bits() == lent, "a lender's memory has changed"
 
 
@@ -164,9 +178,20 @@ def test_layers_that_a_rank_holds_whole_are_not_borrowed(trees: Trees, whole_lay
         compare(trees, shared, rank)
         own = shared.borrowings[rank]
         assert own.whole_layers == whole_layers
+        tables = [
+            shared.memory_of(peer, "model.embed_tokens")[0] for peer in range(RANKS) if peer != rank
+        ]
+        lent = sum(each.nbytes for each in own.lent) - sum(each.nbytes for each in tables)
+        kept = own.lent_bytes["whole_layers"]
+        assert own.lent_bytes["ring"] == lent - kept
+        of_a_part = sum(each.nbytes for each in shared.memory_of(rank, "model.layers.0."))
+        assert kept == 3 * of_a_part * whole_layers
         assert len(own.ring.loans) == 3 * 3 * (2 - whole_layers)
         for name, unit in own.units.items():
-            is_whole = int(name.split(".")[2]) < whole_layers
+            # Embeddings are read where they lie.
+            is_whole = name != "lm_head" and (
+                name == "model.embed_tokens" or int(name.split(".")[2]) < whole_layers
+            )
             assert all((part.loan is None) == is_whole for part in unit.parts[1:]), name
 
 

@@ -15,7 +15,7 @@ from worker.engine.weights.ring import LoanRing
 
 def test_a_lender_that_was_killed_is_noticed_before_it_is_reaped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    counts = LoanCounts(LoanRing(()), frozenset({Mode.DP}), lenders=(os.getpid(), child.pid))
+    counts = LoanCounts({Mode.DP: (LoanRing(()),)}, lenders=(os.getpid(), child.pid))
     counts.check(Mode.DP)
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -62,7 +62,7 @@ def lent(number: int) -> tuple[torch.Tensor, torch.Tensor, Promise]:
     return (
         large,
         small,
-        Promise(f"layer.{number}", number + 1, UnitSums(sum_of(large), sum_of(small))),
+        Promise(f"layer.{number}", number + 1, UnitSums((sum_of(large),), sum_of(small))),
     )
 
 

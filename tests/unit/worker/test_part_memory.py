@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.harness.vllm.shared_parts import output_of
@@ -20,8 +22,10 @@ from worker.engine.weights.part_memory import (
     Unit,
     UnitKind,
     UnitLayout,
+    in_pieces,
     is_parted,
     layout_of,
+    layouts_of,
     move_in,
     units_of,
 )
@@ -158,6 +162,45 @@ def test_empty_tensors_take_no_memory() -> None:
     assert [place.name for place in layout.places] == ["weight"]
 
 
+@given(st.integers(1, 700), st.integers(1, 40), st.integers(0, 1 << 15))
+def test_pieces_of_an_lm_head_are_whole_rows_that_fit_a_slot(
+    rows: int, columns: int, slot_bytes: int
+) -> None:
+    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(rows, 2 * columns))))
+    cut = in_pieces(layout, slot_bytes)
+    row_bytes = 8 * columns
+    assert [at for piece in cut.pieces for at in piece] == [*range(rows * row_bytes)]
+    assert all(len(piece) <= max(slot_bytes, row_bytes) for piece in cut.pieces)
+    for piece in cut.pieces:
+        (place,) = cut.places_in(piece)
+        assert (place.offset, place.shape[1:]) == (0, (2 * columns,))
+        assert place.shape[0] * row_bytes == len(piece)
+        assert cut.first_row(piece) * row_bytes == piece.start
+    if slot_bytes >= row_bytes:
+        assert len(cut.pieces) == -(-rows // (slot_bytes // row_bytes))
+
+
+def test_pieces_have_rows_in_multiples_of_64_where_slots_allow() -> None:
+    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(704, 32))))
+    assert [len(piece) // 128 for piece in in_pieces(layout, 400 * 128).pieces] == [384, 320]
+    assert [len(piece) // 128 for piece in in_pieces(layout, 353 * 128).pieces] == [352, 352]
+
+
+def test_an_lm_head_with_a_bias_is_not_cut() -> None:
+    layout = layout_of(unit_of(one=layer_of(weight=torch.zeros(64, 8), bias=torch.zeros(64))))
+    with pytest.raises(ViewError, match=r"a bias or a scale beside its weight.*--borrow ffn"):
+        in_pieces(layout, 1 << 10)
+
+
+def test_the_slots_of_the_largest_unit_bound_the_pieces() -> None:
+    small = Unit("qkv", UnitKind.QKV, {"": layer_of(weight=torch.zeros(16, 8))})
+    large = unit_of(one=layer_of(weight=torch.zeros(64, 8)))
+    lm_head = Unit("lm_head", UnitKind.LM_HEAD, {"": layer_of(weight=torch.zeros(100, 8))})
+    *others, cut = layouts_of([small, large, lm_head])
+    assert others == [layout_of(small), layout_of(large)]
+    assert [len(piece) for piece in cut.pieces] == [64 * 32, 36 * 32]
+
+
 # Parts of real layers
 
 
@@ -176,13 +219,17 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trees]
 @pytest.mark.parametrize(
     ("borrow", "names"),
     [
-        ("ffn", ["0.mlp", "1.mlp"]),
+        ("ffn", ["model.layers.0.mlp", "model.layers.1.mlp"]),
         (
             "all",
             [
-                f"{layer}.{unit}"
-                for layer in (0, 1)
-                for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
+                "model.embed_tokens",
+                *(
+                    f"model.layers.{layer}.{unit}"
+                    for layer in (0, 1)
+                    for unit in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
+                ),
+                "lm_head",
             ],
         ),
     ],
@@ -192,8 +239,9 @@ def test_units_come_in_the_order_of_use(
 ) -> None:
     part = trees["plain"].part(2, 1, borrow)
     units = [*units_of(part)]
-    assert [unit.name for unit in units] == [f"model.layers.{name}" for name in names]
-    assert {*units[-1].layers} == {"gate_up_proj", "down_proj"}
+    assert [unit.name for unit in units] == names
+    last = next(unit for unit in units if unit.name == "model.layers.1.mlp")
+    assert {*last.layers} == {"gate_up_proj", "down_proj"}
     assert all(is_parted(layer) for unit in units for layer in unit.layers.values())
     assert [*units_of(trees["plain"].replica)] == []
 
@@ -218,5 +266,5 @@ def test_parts_of_a_model_are_laid_out_alike_and_compute_as_before(
             assert torch.equal(output_of(modules[name], dtype), out), name
     assert layouts[0] == layouts[1]
     assert all(layout.places[0].name == "weight" for layout in layouts[0].values())
-    first = next(iter(layouts[0].values()))
+    first = layouts[0]["model.layers.0.self_attn.qkv_proj"]
     assert kind != "plain" or 0 < first.loan_bytes < first.num_bytes, "biases are copied once"

@@ -19,7 +19,7 @@ from tests.harness.vllm.trees import CPU, tree_process, write_and_name
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
 from worker.engine.weights.manifest import PartManifest
-from worker.engine.weights.part_memory import units_of
+from worker.engine.weights.part_memory import UnitKind, units_of
 from worker.engine.weights.part_store import store_part, unit_memory
 from worker.engine.weights.tree import load_replica
 
@@ -51,15 +51,27 @@ def share(part: nn.Module, rank: int, memory: CellMemory | None) -> Borrowing:
 
 
 def check_copies(borrowing: Borrowing, lender: nn.Module) -> None:
-    """Every loan brings what the lender's layers have."""
+    """Every loan brings what the lender's layers have, the lm_head's piece by piece."""
     borrowing.ring.begin_step()
+    rows = 0
     for unit in units_of(lender):
-        (part,) = (each for each in borrowing.units[unit.name].parts if each.loan is not None)
-        assert part.loan is not None
-        with borrowing.ring.use(part.loan):
-            for place, tensor in part.tensors:
-                own = getattr(unit.layers[place.layer], place.name)
-                assert torch.equal(tensor, own), (unit.name, place)
+        borrowed = borrowing.units[unit.name]
+        if unit.kind is UnitKind.LM_HEAD:
+            borrowed.ring.begin_step()
+        for part in borrowed.parts:
+            if part.loan is None:
+                if unit.kind is UnitKind.EMBEDDINGS and part is not borrowed.parts[0]:
+                    assert torch.equal(part.tensors[0][1], unit.layers[""].weight)
+                continue
+            with borrowed.ring.use(part.loan):
+                for place, tensor in part.tensors:
+                    own = getattr(unit.layers[place.layer], place.name)
+                    if unit.kind is UnitKind.LM_HEAD:
+                        assert part.first_row == rows
+                        rows += len(tensor)
+                        own = own[part.first_row : rows]
+                    assert torch.equal(tensor, own), (unit.name, place)
+    assert rows == len(lender.lm_head.weight)
 
 
 def store(model: Path, memory: CellMemory, rank: int) -> nn.Module:

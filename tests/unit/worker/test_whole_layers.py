@@ -26,6 +26,8 @@ def test_the_fewest_that_reach_the_goal_are_whole() -> None:
     assert AutoWhole(0.025, None, alone).decide(SIZES, 2, RATE) == 41
     assert AutoWhole(0.05, None, alone).decide(SIZES, 2, RATE) == 17
     assert AutoWhole(None, None, alone).decide(SIZES, 2, RATE) == 0
+    assert AutoWhole(0.052, None, alone).decide(SIZES, 2, RATE, other_s=0.002) == 17
+    assert AutoWhole(0.001, None, alone).decide(SIZES, 2, RATE, other_s=0.002) == len(SIZES)
 
 
 def test_whole_layers_take_no_more_than_their_room() -> None:

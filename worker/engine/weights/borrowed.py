@@ -4,8 +4,9 @@ A rank that is alone computes the shares of the others itself, with parts that i
 layer that the rank holds whole is the loaded module. In place of each unit that it holds a part of
 stands a module with all parts: its own and, in slots of the ring, those of its peers. A part is
 computed by the rank's own layer with another part's tensors, so whatever quantization and kernels
-vLLM serves in tp, it serves here. Results of column-parallel parts stand side by side, those of
-row-parallel parts add up, as tp's all-reduce would do.
+vLLM serves in tp, it serves here. Results of column-parallel parts and of parts of the vocabulary
+stand side by side, those of row-parallel parts and of embeddings add up, as tp's all-reduce would
+do.
 """
 
 import copy
@@ -20,7 +21,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -36,12 +40,14 @@ from worker.engine.weights.tree import adopt_meta, unbound_tensor
 class UnitPart:
     """One part of a unit: its tensors, and the number of the loan that brings the large ones.
 
-    `loan` is None for the part that the rank holds.
+    `loan` is None for the part that the rank holds. Of a unit in pieces it is one piece of the
+    part, from `first_row` on.
     """
 
     part: int
     loan: int | None
     tensors: Sequence[tuple[TensorPlace, torch.Tensor]]
+    first_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class BorrowedUnit:
 
     unit: Unit
     parts: tuple[UnitPart, ...]
+    ring: LoanRing
+    """The ring of their loans."""
 
     def layers(self, part: UnitPart) -> dict[str, nn.Module]:
         """Return the unit's layers with a part's tensors; they reduce nothing."""
@@ -57,7 +65,17 @@ class BorrowedUnit:
         for layer in made.values():
             if isinstance(layer, LinearBase):
                 layer.tp_rank = part.part
-            if isinstance(layer, RowParallelLinear):
+            if isinstance(layer, VocabParallelEmbedding):
+                layer.tp_rank = part.part
+                layer.shard_indices = layer._get_indices(
+                    layer.num_embeddings_padded,
+                    layer.org_vocab_size_padded,
+                    layer.num_embeddings,
+                    layer.org_vocab_size,
+                    part.part,
+                    layer.tp_size,
+                )
+            if isinstance(layer, (RowParallelLinear, VocabParallelEmbedding)):
                 layer.reduce_results = False
         for place, tensor in part.tensors:
             put_tensor(made[place.layer], place, tensor)
@@ -78,13 +96,13 @@ class BorrowedModule(nn.Module):
     def __init__(self, parts: Sequence[tuple[UnitPart, nn.Module]], ring: LoanRing) -> None:
         super().__init__()
         self.parts = nn.ModuleList(module for _, module in parts)
-        self._places = tuple((part.part, part.loan) for part, _ in parts)
+        self._places = tuple(part for part, _ in parts)
         # In a tuple, so that it is not registered as a child.
         self._ring = (ring,)
 
     def computed(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Compute the number-th part, the own one first."""
-        _, loan = self._places[number]
+        loan = self._places[number].loan
         with nullcontext() if loan is None else self._ring[0].use(loan):
             return self.compute(self.parts[number], *args, **kwargs)
 
@@ -93,15 +111,23 @@ class BorrowedModule(nn.Module):
         return part(*args, **kwargs)
 
 
-class BorrowedFeedForward(BorrowedModule):
-    """A feed-forward network: the sum of its parts."""
+class BorrowedSum(BorrowedModule):
+    """A module that gives the sum of its parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, hidden) -> (T, hidden)."""
+        """(T, hidden) or (T,) tokens -> (T, hidden)."""
         total: torch.Tensor = self.computed(0, x)
         for number in range(1, len(self.parts)):
             total = total.add_(self.computed(number, x))
         return total
+
+
+class BorrowedFeedForward(BorrowedSum):
+    """A feed-forward network."""
+
+
+class BorrowedEmbeddings(BorrowedSum):
+    """Token embeddings: each part gives the rows that it has, and zeros for other tokens."""
 
 
 class BorrowedQKV(BorrowedModule):
@@ -128,11 +154,11 @@ class BorrowedQKV(BorrowedModule):
     def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(T, hidden) -> (T, S·[q k v]): rows in stored order."""
         rows: torch.Tensor | None = None
-        for number, (part, _) in enumerate(self._places):
+        for number, place in enumerate(self._places):
             computed = self.computed(number, input_)[0]
             if rows is None:
                 rows = computed.new_empty((len(computed), len(self.parts), computed.shape[-1]))
-            rows[:, part] = computed
+            rows[:, place.part] = computed
         assert rows is not None
         return rows.flatten(1), None
 
@@ -146,8 +172,8 @@ class BorrowedOutput(BorrowedModule):
         """(T, heads·dim) -> (T, hidden)."""
         columns = input_.unflatten(-1, (len(self.parts), -1))
         total: torch.Tensor | None = None
-        for number, (part, _) in enumerate(self._places):
-            computed = self.computed(number, columns[:, part].contiguous())[0]
+        for number, place in enumerate(self._places):
+            computed = self.computed(number, columns[:, place.part].contiguous())[0]
             total = computed if total is None else total.add_(computed)
         assert total is not None
         return total, None
@@ -185,11 +211,58 @@ class BorrowedExperts(BorrowedModule):
         return total
 
 
-def _put_together(
-    borrowed: BorrowedUnit, ring: LoanRing, source: nn.Module, own: nn.Module
-) -> nn.Module:
+class BorrowedLmHead(BorrowedModule):
+    """An lm_head: each part computes the logits of its range of the vocabulary, padding last.
+
+    vLLM computes logits after the forward pass and its graph, so their loans are a sequence of
+    their own: the ring is not the step's. `VocabParallelEmbedding`'s users ask it for the rest.
+    """
+
+    tp_size = 1
+
+    def __init__(
+        self, parts: Sequence[tuple[UnitPart, nn.Module]], ring: LoanRing, columns: int
+    ) -> None:
+        """`columns` are the rows of all parts."""
+        super().__init__(parts, ring)
+        self.columns = columns
+        part_columns = columns // len({place.part for place in self._places})
+        self._starts = [place.part * part_columns + place.first_row for place in self._places]
+
+    @property
+    def quant_method(self) -> "BorrowedLmHead":
+        """What vLLM's logits processor applies."""
+        return self
+
+    def apply(
+        self, _layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(T, hidden) -> (T, vocabulary with padding)."""
+        assert bias is None, "an lm_head with a bias is not lent."
+        logits: torch.Tensor = self(x)
+        return logits
+
+    def compute(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See `BorrowedModule`."""
+        (x,) = args
+        return part.quant_method.apply(part, x, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, hidden) -> (T, vocabulary with padding)."""
+        self._ring[0].begin_step()
+        logits: torch.Tensor | None = None
+        for number, start in enumerate(self._starts):
+            computed = self.computed(number, x)
+            if logits is None:
+                logits = computed.new_empty((*computed.shape[:-1], self.columns))
+            logits[..., start : start + computed.shape[-1]] = computed
+        assert logits is not None
+        return logits
+
+
+def _put_together(borrowed: BorrowedUnit, source: nn.Module, own: nn.Module) -> nn.Module:
     """Return the module that takes the place of `own`, the unit's module in a tree on meta."""
-    kind = borrowed.unit.kind
+    kind, ring = borrowed.unit.kind, borrowed.ring
     made: list[tuple[UnitPart, nn.Module]] = []
     for part in borrowed.parts:
         layers = borrowed.layers(part)
@@ -206,6 +279,11 @@ def _put_together(
     if kind is UnitKind.QKV:
         assert isinstance(own, ShardMajorQKV), "the same layer of another tree"
         return BorrowedQKV(made, ring, own)
+    if kind is UnitKind.EMBEDDINGS:
+        return BorrowedEmbeddings(made, ring)
+    if kind is UnitKind.LM_HEAD:
+        assert isinstance(own, ParallelLMHead), "the same layer of another tree"
+        return BorrowedLmHead(made, ring, own.num_embeddings_padded)
     assert isinstance(own, RoutedExperts), "the same layer of another tree"
     return BorrowedExperts(made, ring).take_place(own)
 
@@ -220,8 +298,9 @@ def build_borrowing_tree(
 ) -> nn.Module:
     """Build the tree that computes alone, over a loaded part; vLLM's active tp group has one rank.
 
-    `units` by name are all of which the rank holds a part. The tree owns no tensor but those of its
-    units. Raises `ViewError` for layers that cannot be put together.
+    `units` by name are all of which the rank holds a part; `ring` has the loans of its forward
+    pass. The tree owns no tensor but those of its units. Raises `ViewError` for layers that cannot
+    be put together.
     """
     model_config = config.model_config
     with (
@@ -232,7 +311,7 @@ def build_borrowing_tree(
     ):
         tree = initialize_model(vllm_config=config, model_config=model_config)
     sources = dict(part.named_modules(remove_duplicate=False))
-    _take_layers(tree, "", sources, units, ring, model_config.dtype)
+    _take_layers(tree, "", sources, units, model_config.dtype)
     if (name := unbound_tensor(tree)) is not None:
         raise ViewError(
             f"{name} cannot be computed in parts: use --borrow none, and please report it with the "
@@ -247,7 +326,6 @@ def _take_layers(
     path: str,
     sources: Mapping[str, nn.Module],
     units: Mapping[str, BorrowedUnit],
-    ring: LoanRing,
     dtype: torch.dtype,
 ) -> None:
     """Replace the children that have weights, and give the others the loaded tensors."""
@@ -262,10 +340,10 @@ def _take_layers(
     for name, child in list(module.named_children()):
         inner = f"{path}.{name}" if path else name
         if inner in units:
-            module._modules[name] = _put_together(units[inner], ring, sources[inner], child)
+            module._modules[name] = _put_together(units[inner], sources[inner], child)
         elif isinstance(child, (LinearBase, VocabParallelEmbedding, RoutedExperts)) or is_shared(
             child
         ):
             module._modules[name] = sources[inner]
         else:
-            _take_layers(child, inner, sources, units, ring, dtype)
+            _take_layers(child, inner, sources, units, dtype)

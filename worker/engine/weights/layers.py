@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.nn import Parameter
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -42,7 +43,8 @@ class ShardPlan:
 
     `loads`: it is filled from a checkpoint. Other trees are built on meta and take the loaded
     weights. `head_whole`: the lm_head holds all S shards; `attention_whole`: layers of attention do
-    too, and only feed-forward layers and experts S / width.
+    too, and only feed-forward layers and experts S / width. `embeddings_whole`: token embeddings
+    that are loaded have all rows.
     """
 
     shards: int
@@ -50,6 +52,7 @@ class ShardPlan:
     loads: bool = False
     head_whole: bool = False
     attention_whole: bool = False
+    embeddings_whole: bool = True
 
     @property
     def held(self) -> int:
@@ -327,17 +330,31 @@ def _prefix_of(kwargs: dict[str, object]) -> str:
 
 
 @VocabParallelEmbedding.register_oot
-class WholeEmbedding(VocabParallelEmbedding):
-    """A table of which every rank loads all rows: no masked look-up, no all-reduce.
+class PlannedEmbedding(VocabParallelEmbedding):
+    """A table of which a rank loads all rows if the plan says so, else its share of them.
 
-    Trees that load nothing share the table of the tree that does.
+    Of a whole table there is no masked look-up and no all-reduce, and trees that load nothing share
+    it; of a share they have views.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         plan = _plan.get()
-        if plan is not None and plan.loads:
+        if plan is not None and plan.loads and plan.embeddings_whole:
             kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """(T,) tokens -> (T, hidden); without reduction, zeros for tokens of other shares."""
+        if self.tp_size == 1 or self.use_fused_embedding:
+            out: torch.Tensor = super().forward(input_)
+            return out
+        # vLLM compiles its mask, which takes a CPU rank seconds and gains nothing.
+        own = self.shard_indices
+        rows = input_.long() - own.org_vocab_start_index
+        is_own = (rows >= 0) & (rows < own.num_org_elements)
+        found = self.quant_method.embedding(self, rows.where(is_own, 0))
+        found = found.masked_fill_(~is_own.unsqueeze(-1), 0)
+        return tensor_model_parallel_all_reduce(found) if self.reduce_results else found
 
 
 @ParallelLMHead.register_oot

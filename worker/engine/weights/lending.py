@@ -5,9 +5,9 @@ anybody: weights do not change, and a lender does not notice that it lends.
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -34,7 +34,7 @@ from worker.engine.weights.part_memory import (
     Unit,
     UnitKind,
     UnitLayout,
-    layout_of,
+    layouts_of,
     move_in,
     units_of,
 )
@@ -56,11 +56,15 @@ class Borrowing:
     units: Mapping[str, BorrowedUnit]
     ring: LoanRing
     lent: tuple[torch.Tensor, ...]
-    """The slots of the ring, and copies of peers' small tensors."""
+    """The slots of the ring, copies of peers' tensors, and memory of peers that is read there."""
     lenders: tuple[int, ...] = ()
     """The processes that the peers' memory ends with."""
     whole_layers: int = 0
     """Layers of which the rank holds all parts, and borrows none."""
+    lm_head_ring: LoanRing = field(default_factory=lambda: LoanRing(()))
+    """The loans that bring the lm_head, after a forward pass, through the slots of `ring`."""
+    lent_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Own bytes by what they are for: the ring and its small tensors, and whole layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def share_parts(
         meet()
         peers = _stored_parts(memory, place)
     else:
-        layouts = tuple(layout_of(unit) for unit in units)
+        layouts = layouts_of(units)
         own = []
         for unit, layout in zip(units, layouts, strict=True):
             # One after the other: at most one unit is in memory twice.
@@ -138,7 +142,8 @@ def share_parts(
         meet()  # All ranks measure at once, as they borrow in service.
         rate = borrowing.ring.step_bytes / borrowing.ring.floor_s()
         part_bytes = [sum(layouts[n].loan_bytes for n in layer) for layer in layers_of(units)]
-        if count := whole_layers.decide(part_bytes, place.parts, rate):
+        lm_head_s = borrowing.lm_head_ring.step_bytes / rate
+        if count := whole_layers.decide(part_bytes, place.parts, rate, lm_head_s):
             borrowing, prove = build(count)
     prove()
     return borrowing
@@ -148,6 +153,8 @@ def layers_of(units: Sequence[Unit]) -> list[list[int]]:
     """Return the numbers of the units of each layer, in order."""
     layers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
+        if not unit.kind.is_of_layer:
+            continue
         layers.setdefault(extract_layer_index(unit.name), []).append(number)
     return [layers[index] for index in sorted(layers)]
 
@@ -234,75 +241,172 @@ def _borrowing(
     """Return what the rank computes alone with, and the proof of its loans, not yet run."""
     layers = layers_of(units)
     whole = {n for layer in spread_whole(len(layers), whole_layers) for n in layers[layer]}
-    loans = plan_of_units([unit.kind for unit in units], place, whole)
-    slots: dict[tuple[UnitKind, int], torch.Tensor] = {}
-    for loan in loans:
-        key = units[loan.layer].kind, loan.slot
-        size = layouts[loan.layer].loan_bytes
-        if key not in slots or slots[key].numel() < size:
-            slots[key] = torch.empty(size, dtype=torch.int8, device=device)
-    copies, residents, promises = [], [], []
     parts: list[list[UnitPart]] = []
     for layout, raw in zip(layouts, own, strict=True):
         views = [(each, each.view(raw)) for each in layout.places]
         parts.append([UnitPart(place.part, None, views)])
-    held = _copy_whole(whole, layouts, peers, place)
-    for number, unit_part, _ in held:
+    held = _parts_of_peers(whole, layouts, peers, place, copied=True)
+    kinds = [unit.kind for unit in units]
+    in_place = [n for n, kind in enumerate(kinds) if kind is UnitKind.EMBEDDINGS]
+    read = _parts_of_peers(in_place, layouts, peers, place, copied=False)
+    for number, unit_part, _ in (*held, *read):
         parts[number].append(unit_part)
-    for number, loan in enumerate(loans):
-        unit, layout = units[loan.layer], layouts[loan.layer]
-        lender = place.first + loan.lender
-        source, lent = peers[lender].memory[loan.layer], peers[lender].units[loan.layer]
-        slot = slots[unit.kind, loan.slot][: layout.loan_bytes]
-        copies.append(LoanCopy(source[: layout.loan_bytes], slot, loan.after))
-        # Small tensors keep their offsets, so both kinds of places read one layout.
-        resident = source[layout.loan_bytes :].clone()
-        residents.append(resident)
-        promises.append(Promise(unit.name, lender, lent.sums))
-        views = [
-            (
-                each,
-                each.view(slot)
-                if each.offset < layout.loan_bytes
-                else each.moved(-layout.loan_bytes).view(resident),
-            )
-            for each in layout.places
-        ]
-        parts[loan.layer].append(UnitPart(loan.part, number, views))
+    in_forward = [_Lent(n, layout.pieces[0]) for n, layout in enumerate(layouts)]
+    plans = [
+        _Plan(in_forward, plan_of_units(kinds, place, whole)),
+        _plan_of_lm_head(kinds, layouts, place),
+    ]
+    slots, slot_kinds = _make_slots(plans, units, layouts, device)
+    made = [_make_loans(plan, layouts, peers, place, slots, slot_kinds) for plan in plans]
+    rings = [make_ring(each.copies, device) for each in made]
+    of_lm_head = [kind is UnitKind.LM_HEAD for kind in kinds]
     borrowed = {
-        unit.name: BorrowedUnit(unit, tuple(of_unit))
-        for unit, of_unit in zip(units, parts, strict=True)
+        unit.name: BorrowedUnit(unit, (*of_unit, *made[which].parts[n]), rings[which])
+        for n, (unit, of_unit, which) in enumerate(zip(units, parts, of_lm_head, strict=True))
     }
-    ring = make_ring(copies, device)
-    prove = partial(prove_loans, ring, residents, promises)
-    slots_and_copies = (
-        *slots.values(),
-        *(copy for *_, copy in held),
-        *(each for each in residents if each.numel()),
-    )
+    residents = [resident for each in made for resident in each.residents]
+    of_ring = [*slots.values(), *(each for each in residents if each.numel())]
+    of_whole = [copy for *_, copy in held]
+    lent_bytes = {
+        "ring": sum(each.nbytes for each in of_ring),
+        "whole_layers": sum(each.nbytes for each in of_whole),
+    }
     lenders = tuple(peer.pid for peer in peers.values() if peer.pid is not None)
-    return Borrowing(borrowed, ring, slots_and_copies, lenders, whole_layers), prove
+
+    def prove() -> None:
+        for ring, each in zip(rings, made, strict=True):
+            prove_loans(ring, each.residents, each.promises)
+
+    lent = (*of_ring, *of_whole, *(memory for *_, memory in read))
+    borrowing = Borrowing(borrowed, rings[0], lent, lenders, whole_layers, rings[1], lent_bytes)
+    return borrowing, prove
 
 
-def _copy_whole(
-    whole: Collection[int],
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What one loan brings of a unit, by its number."""
+
+    unit: int
+    piece: range
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The loans of one ring; their `layer` is a number in `lent`."""
+
+    lent: Sequence[_Lent]
+    loans: Sequence[Loan]
+
+
+@dataclass(slots=True)
+class _Loans:
+    """The loans of one ring, by number."""
+
+    copies: list[LoanCopy] = field(default_factory=list)
+    residents: list[torch.Tensor] = field(default_factory=list)
+    promises: list[Promise] = field(default_factory=list)
+    parts: dict[int, list[UnitPart]] = field(default_factory=lambda: defaultdict(list))
+    """What they bring, by number of the unit."""
+
+
+_Slots = Mapping[tuple[UnitKind, int], torch.Tensor]
+"""The memory of each slot, by whose loans take it and by its number."""
+
+
+def _make_slots(
+    plans: Sequence[_Plan],
+    units: Sequence[Unit],
+    layouts: Sequence[UnitLayout],
+    device: torch.device,
+) -> tuple[_Slots, list[UnitKind]]:
+    """Return the slots of all plans, and whose slots each unit takes.
+
+    Units of a kind take turns in slots. The lm_head is used when no other unit is, so its pieces
+    take the slots of the largest ones, which they fit.
+    """
+    of_layers = [n for n, unit in enumerate(units) if unit.kind.is_of_layer]
+    largest = units[max(of_layers, key=lambda n: layouts[n].loan_bytes)].kind
+    kinds = [unit.kind if unit.kind.is_of_layer else largest for unit in units]
+    sizes: dict[tuple[UnitKind, int], int] = defaultdict(int)
+    for plan in plans:
+        for loan in plan.loans:
+            lent = plan.lent[loan.layer]
+            key = kinds[lent.unit], loan.slot
+            sizes[key] = max(sizes[key], len(lent.piece))
+    made = {key: torch.empty(size, dtype=torch.int8, device=device) for key, size in sizes.items()}
+    return made, kinds
+
+
+def _make_loans(
+    plan: _Plan,
     layouts: Sequence[UnitLayout],
     peers: Mapping[int, _Peer],
     place: Place,
+    slots: _Slots,
+    kinds: Sequence[UnitKind],
+) -> _Loans:
+    """Return the loans of a plan; `kinds` says whose slots each unit takes."""
+    made = _Loans()
+    for number, loan in enumerate(plan.loans):
+        unit, piece = plan.lent[loan.layer].unit, plan.lent[loan.layer].piece
+        layout, lender = layouts[unit], place.first + loan.lender
+        source, known = peers[lender].memory[unit], peers[lender].units[unit]
+        slot = slots[kinds[unit], loan.slot][: len(piece)]
+        made.copies.append(LoanCopy(source[piece.start : piece.stop], slot, loan.after))
+        # Small tensors keep their offsets, so both kinds of places read one layout.
+        resident = source[layout.loan_bytes :].clone()
+        made.residents.append(resident)
+        sums = known.sums.of_piece(layout.pieces.index(piece))
+        made.promises.append(Promise(known.name, lender, sums))
+        views = [(each, each.view(slot)) for each in layout.places_in(piece)]
+        views += [
+            (each, each.moved(-layout.loan_bytes).view(resident))
+            for each in layout.places
+            if each.offset >= layout.loan_bytes
+        ]
+        row = layout.first_row(piece)
+        made.parts[unit].append(UnitPart(loan.part, number, views, row))
+    return made
+
+
+def _plan_of_lm_head(
+    kinds: Sequence[UnitKind], layouts: Sequence[UnitLayout], place: Place
+) -> _Plan:
+    """Return the loans of the lm_head, piece by piece; none if it is whole."""
+    pieces = [
+        _Lent(n, piece)
+        for n, kind in enumerate(kinds)
+        if kind is UnitKind.LM_HEAD
+        for piece in layouts[n].pieces
+    ]
+    plan = loan_plan(place.rank - place.first, place.ranks, place.parts, len(pieces))
+    return _Plan(pieces, plan)
+
+
+def _parts_of_peers(
+    numbers: Collection[int],
+    layouts: Sequence[UnitLayout],
+    peers: Mapping[int, _Peer],
+    place: Place,
+    *,
+    copied: bool,
 ) -> list[tuple[int, UnitPart, torch.Tensor]]:
-    """Copy and compare all parts of these units; return (unit, part, its memory) of each."""
-    made, copies, promises = [], [], []
-    for number in whole:
+    """Return (unit, part, its memory) of all parts of these units that the rank lacks, compared.
+
+    The memory is a copy that the rank keeps, or the lender's.
+    """
+    made, memory, promises = [], [], []
+    for number in numbers:
         layout = layouts[number]
         for loan in loan_plan(place.rank - place.first, place.ranks, place.parts, 1):
             lender = place.first + loan.lender
-            lent = peers[lender].units[number]
-            copy = peers[lender].memory[number].clone()
-            copies.append((copy[: layout.loan_bytes], copy[layout.loan_bytes :]))
+            lent, raw = peers[lender].units[number], peers[lender].memory[number]
+            raw = raw.clone() if copied else raw
+            memory.append((raw[: layout.loan_bytes], raw[layout.loan_bytes :]))
             promises.append(Promise(lent.name, lender, lent.sums))
-            views = [(each, each.view(copy)) for each in layout.places]
-            made.append((number, UnitPart(loan.part, None, views), copy))
-    prove_copies(copies, promises)
+            views = [(each, each.view(raw)) for each in layout.places]
+            made.append((number, UnitPart(loan.part, None, views), raw))
+    prove_copies(memory, promises)
     return made
 
 
@@ -311,9 +415,10 @@ def plan_of_units(
 ) -> tuple[Loan, ...]:
     """Return the loans of a step, in the order of use; `layer` is the number of a unit.
 
-    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed.
+    Units of one kind share slots, as they are of one size. Those in `whole` are not borrowed;
+    embeddings are read where they lie, and no forward pass computes the lm_head.
     """
-    counts = Counter(kinds)
+    counts = Counter(kind for kind in kinds if kind.is_of_layer)
     found: list[tuple[int, int, UnitKind, Loan]] = []
     for kind, count in counts.items():
         numbers = [number for number, each in enumerate(kinds) if each is kind]

@@ -17,7 +17,7 @@ from worker.engine.weights.ring import LoanRing
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a loan must bring: a unit as a rank lends it."""
+    """What a loan must bring: a unit, or a piece of it, as a rank lends it."""
 
     unit: str
     lender: int
@@ -46,7 +46,7 @@ def prove_loans(
 def prove_copies(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]], promises: Sequence[Promise]
 ) -> None:
-    """Compare copies of units that a rank keeps: large tensors and small ones, (bytes,) int8.
+    """Compare units that a rank has copied or reads in place: large tensors and small ones, int8.
 
     Raises:
         ViewError: as `prove_loans`.
@@ -58,7 +58,7 @@ def _compare(sums: Sequence[torch.Tensor], promises: Sequence[Promise]) -> None:
     """Compare two checksums each, of the large tensors and of the small ones, with promises."""
     found = numbers_of(sums)
     for promise, loan, resident_sum in zip(promises, found[::2], found[1::2], strict=True):
-        if promise.sums != UnitSums(loan, resident_sum):
+        if promise.sums != UnitSums((loan,), resident_sum):
             raise ViewError(
                 f"the copy of {promise.unit} differs from what rank {promise.lender} lends: "
                 "restart the cell; if it happens again, start it with --borrow none, test the "

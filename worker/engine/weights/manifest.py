@@ -17,10 +17,14 @@ _CHECK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class UnitSums:
-    """Checksums of a unit: of the tensors that are copied in every step, and of the others."""
+    """Checksums of a unit: of what each of its loans brings, and of what is copied once."""
 
-    loan: int
+    loans: tuple[int, ...]
     resident: int
+
+    def of_piece(self, number: int) -> "UnitSums":
+        """Return the checksums of one loan."""
+        return UnitSums((self.loans[number],), self.resident)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """vLLM adapter: the memory of a rank's part of the weights, which its peers can read.
 
 A unit is what a rank borrows as one: the linear layers of a feed-forward network, a linear layer of
-an attention, or the experts of a layer, in the order of their use within a step. Each unit lies in
-one piece of memory. Tensors that a borrower copies in every step come first, so one copy moves
+an attention, or the experts of a layer, in the order of their use within a step. The lm_head is a
+unit too, the last; as it is larger than the others, it is borrowed in pieces. Token embeddings are
+the first; as a step needs few of their rows, these are read where they lie. Each unit lies in one
+range of memory. Tensors that a borrower copies in every step come first, so one copy moves
 them; small ones, such as biases and scales, follow and are copied once. All parts of a unit have
 the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
@@ -15,11 +17,18 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
 
 ALIGNMENT_BYTES = 256
 """Alignment of each tensor: what kernels and the copy engine want."""
+
+PIECE_ROWS = 64
+"""Rows of a piece of an lm_head come in multiples of this where slots allow: kernels want it."""
 
 RESIDENT_SHARE = 64
 """Tensors below this fraction of a unit's largest one are copied once, at start-up."""
@@ -32,6 +41,13 @@ class UnitKind(StrEnum):
     QKV = "qkv"
     OUTPUT = "output"
     EXPERTS = "experts"
+    LM_HEAD = "lm_head"
+    EMBEDDINGS = "embeddings"
+
+    @property
+    def is_of_layer(self) -> bool:
+        """Whether each layer has units of this kind."""
+        return self not in (UnitKind.LM_HEAD, UnitKind.EMBEDDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,12 @@ class TensorPlace:
         flat = raw[self.offset : self.offset + size].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next; a single number is its own row."""
+        items: int = self.stride[0] if self.stride else 1
+        return items * int(self.dtype.itemsize)
+
     def moved(self, by: int) -> "TensorPlace":
         """Return the same place, `by` bytes further from where the memory begins."""
         return replace(self, offset=self.offset + by)
@@ -73,6 +95,20 @@ class UnitLayout:
     places: tuple[TensorPlace, ...]
     loan_bytes: int
     num_bytes: int
+    pieces: tuple[range, ...]
+    """The bytes of each loan, in order: of all units but the lm_head one loan brings all."""
+
+    def places_in(self, piece: range) -> tuple[TensorPlace, ...]:
+        """Return the tensors that a loan brings, as they lie in its slot: whole, or rows of one."""
+        if len(self.pieces) == 1:
+            return tuple(place for place in self.places if place.offset < self.loan_bytes)
+        (place,) = self.places
+        rows = len(piece) // place.row_bytes
+        return (replace(place, shape=(rows, *place.shape[1:]), offset=0),)
+
+    def first_row(self, piece: range) -> int:
+        """Return the first row of its tensor that a piece holds."""
+        return piece.start // self.places[0].row_bytes
 
 
 def units_of(part: nn.Module) -> Iterator[Unit]:
@@ -93,7 +129,8 @@ def is_parted(layer: nn.Module) -> bool:
     """Return whether a loaded layer holds one of several parts."""
     if isinstance(layer, RoutedExperts):
         return bool(layer.local_num_experts < layer.global_num_experts)
-    return isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and layer.tp_size > 1
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    return isinstance(layer, kinds) and layer.tp_size > 1
 
 
 def _kind_of(name: str, layer: nn.Module) -> UnitKind:
@@ -101,6 +138,8 @@ def _kind_of(name: str, layer: nn.Module) -> UnitKind:
         (UnitKind.EXPERTS, RoutedExperts),
         (UnitKind.QKV, ShardMajorQKV),
         (UnitKind.OUTPUT, RowParallelLinear),
+        (UnitKind.LM_HEAD, ParallelLMHead),
+        (UnitKind.EMBEDDINGS, VocabParallelEmbedding),
     ):
         if isinstance(layer, layers):
             return kind
@@ -136,6 +175,47 @@ def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
+def layouts_of(units: Sequence[Unit]) -> tuple[UnitLayout, ...]:
+    """Lay all units out; an lm_head in pieces that fit the slots of the largest other unit.
+
+    So the ring does not grow with it. Raises `ViewError` as `layout_of`.
+    """
+    layouts = [layout_of(unit) for unit in units]
+    of_layers = [
+        layout.loan_bytes
+        for unit, layout in zip(units, layouts, strict=True)
+        if unit.kind.is_of_layer
+    ]
+    return tuple(
+        in_pieces(layout, max(of_layers)) if unit.kind is UnitKind.LM_HEAD and of_layers else layout
+        for unit, layout in zip(units, layouts, strict=True)
+    )
+
+
+def in_pieces(layout: UnitLayout, slot_bytes: int) -> UnitLayout:
+    """Cut a unit of one tensor into the fewest pieces that fit a slot, of about as many rows each.
+
+    A slot of less than a row gets one row at a time.
+
+    Raises:
+        ViewError: if the unit has several tensors.
+    """
+    if len(layout.places) > 1:
+        raise ViewError(
+            "the lm_head has a bias or a scale beside its weight, and cannot be borrowed in "
+            "pieces: use --borrow ffn."
+        )
+    (place,) = layout.places
+    rows, row_bytes = place.shape[0], place.row_bytes
+    rows_max = max(1, slot_bytes // row_bytes)
+    each = -(-rows // -(-rows // rows_max))
+    aligned = -(-each // PIECE_ROWS) * PIECE_ROWS
+    each = aligned if aligned <= rows_max else each
+    starts = range(0, rows, each)
+    pieces = (range(row * row_bytes, min(row + each, rows) * row_bytes) for row in starts)
+    return replace(layout, pieces=tuple(pieces))
+
+
 def layout_of(unit: Unit) -> UnitLayout:
     """Lay a unit's tensors out, the large ones first.
 
@@ -162,7 +242,7 @@ def layout_of(unit: Unit) -> UnitLayout:
         end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if tensor.nbytes * RESIDENT_SHARE >= largest:
             loan_bytes = end
-    return UnitLayout(tuple(places), loan_bytes, end)
+    return UnitLayout(tuple(places), loan_bytes, end, (range(loan_bytes),))
 
 
 def move_in(unit: Unit, layout: UnitLayout, raw: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from worker.engine.weights.part_memory import (
     Unit,
     UnitLayout,
     extent_of,
-    layout_of,
+    layouts_of,
     move_in,
     tensors_of,
 )
@@ -74,12 +75,14 @@ def _aligned(num_bytes: int, step: int) -> int:
 
 def sums_of(layouts: Sequence[UnitLayout], own: Memory) -> list[UnitSums]:
     """Return the checksums of units in memory; waits for their device once."""
-    sums = numbers_of(
-        checksum(each)
-        for layout, raw in zip(layouts, own, strict=True)
-        for each in (raw[: layout.loan_bytes], raw[layout.loan_bytes :])
+    sums = iter(
+        numbers_of(
+            checksum(raw[each.start : each.stop])
+            for layout, raw in zip(layouts, own, strict=True)
+            for each in (*layout.pieces, range(layout.loan_bytes, layout.num_bytes))
+        )
     )
-    return [UnitSums(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+    return [UnitSums(tuple(islice(sums, len(each.pieces))), next(sums)) for each in layouts]
 
 
 def describe_units(
@@ -101,7 +104,7 @@ def store_part(part: nn.Module, units: Sequence[Unit], memory: CellMemory, rank:
         CellMemoryError: if a process of the rank before had a part of another size.
     """
     PartManifest.withdraw(memory, rank)
-    layouts = [layout_of(unit) for unit in units]
+    layouts = layouts_of(units)
     own = unit_memory(memory, rank, layouts, is_own=True)
     for unit, layout, raw in zip(units, layouts, own, strict=True):
         move_in(unit, layout, raw)

@@ -20,7 +20,6 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
@@ -65,21 +64,33 @@ def load_replica(
 
     With several `parts`, load this rank's part: its place in vLLM's active tp group, which has
     `parts` members. The part covers heads, inner features, experts and output vocabulary; token
-    embeddings are whole. Where ranks borrow (`ffn` or `all`) the output vocabulary is whole too,
-    and with `ffn` so are heads.
+    embeddings are whole. Where ranks borrow `ffn`, heads and output vocabulary are whole too; where
+    they borrow `all`, token embeddings are in parts as well.
     """
     check_widths(config, shards)
-    with building(loading_plan(shards, parts, borrow)):
+    with building(loading_plan(config, shards, parts, borrow)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
     return model
 
 
-def loading_plan(shards: int, parts: int, borrow: str) -> ShardPlan:
-    """Return the plan of the tree that `load_replica` fills; see there."""
+def loading_plan(config: VllmConfig, shards: int, parts: int, borrow: str) -> ShardPlan:
+    """Return the plan of the tree that `load_replica` fills; see there.
+
+    Embeddings and lm_head that have one memory are whole where ranks borrow, and so is an lm_head
+    that vLLM converts to another type in each step.
+    """
+    model = config.model_config
+    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+    is_cast = model.head_dtype != model.dtype
     return ShardPlan(
-        shards, parts, loads=True, head_whole=borrow != "none", attention_whole=borrow == "ffn"
+        shards,
+        parts,
+        loads=True,
+        head_whole=borrow == "ffn" or (borrow == "all" and (tied or is_cast)),
+        attention_whole=borrow == "ffn",
+        embeddings_whole=borrow != "all" or tied,
     )
 
 
@@ -168,13 +179,13 @@ def build_tp_tree(
 def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
     sources = dict(replica.named_modules(remove_duplicate=False))
     for name, module in list(tree.named_modules(remove_duplicate=False)):
-        if is_embedding(module) or is_shared(module):
-            continue  # Its parent uses the replica's module instead.
         source = sources[name]
-        for child_name, child in module._modules.items():
-            if child is not None and (is_embedding(child) or is_shared(child)):
+        if _is_taken_over(source):
+            continue  # Its parent uses the replica's module instead.
+        for child_name, child in source._modules.items():
+            if child is not None and _is_taken_over(child):
                 # Every rank has the whole table: no masked look-up, no all-reduce.
-                module._modules[child_name] = source._modules[child_name]
+                module._modules[child_name] = child
         if isinstance(module, RoutedExperts):
             bind_experts(name, module, source, width, rank)
             continue
@@ -194,12 +205,17 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
             module._parameters[param_name] = nn.Parameter(view, requires_grad=False)
 
 
+def _is_taken_over(source: nn.Module) -> bool:
+    """Return whether trees use a loaded module itself."""
+    return is_shared(source) or (is_embedding(source) and source.tp_size == 1)
+
+
 def _shard(
     module: nn.Module, param_name: str, source: nn.Module, width: int, rank: int
 ) -> torch.Tensor:
     """Return a rank's share of a source, which holds all of the model or a part of it."""
     full: torch.Tensor = source._parameters[param_name].data
-    if isinstance(module, ParallelLMHead):
+    if isinstance(module, VocabParallelEmbedding):
         return own_range(full, 0, width, rank, module.num_embeddings_per_partition)
     if isinstance(module, ColumnParallelLinear):
         return own_range(full, 0, width, rank, module.output_size_per_partition)

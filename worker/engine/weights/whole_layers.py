@@ -21,15 +21,18 @@ class AutoWhole:
     agree: Callable[[int], int]
     """Returns the largest number that any rank gives; a collective."""
 
-    def decide(self, part_bytes: Sequence[int], parts: int, bytes_per_s: float) -> int:
+    def decide(
+        self, part_bytes: Sequence[int], parts: int, bytes_per_s: float, other_s: float = 0.0
+    ) -> int:
         """Return the fewest whole layers that reach the goal, as far as every rank has room.
 
         `part_bytes[layer]` is the size of one part of a layer; `bytes_per_s` is what this rank
-        copies while all do. A collective.
+        copies while all do. Loans of no layer take `other_s` of each step. A collective.
         """
         wanted, most = 0, len(part_bytes)
         if self.floor_goal_s is not None:
-            wanted = fewest_whole_layers(part_bytes, parts, bytes_per_s, self.floor_goal_s)
+            goal_s = max(0.0, self.floor_goal_s - other_s)
+            wanted = fewest_whole_layers(part_bytes, parts, bytes_per_s, goal_s)
         if self.room_bytes is not None:
             most = most_whole_layers(part_bytes, parts, self.room_bytes)
         # The slowest link and the fullest device decide for all.
