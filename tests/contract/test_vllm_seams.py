@@ -4,6 +4,7 @@ import inspect
 import pickle
 from collections.abc import Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ vllm = pytest.importorskip("vllm")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.device_communicators import (  # noqa: E402
     cuda_communicator,
@@ -19,6 +21,10 @@ from vllm.distributed.device_communicators import (  # noqa: E402
     symm_mem,
 )
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
+from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
+    VocabParallelEmbedding,
+)
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
@@ -330,6 +336,31 @@ def test_vllm_still_rewinds_generators_so_ours_must_accept_it() -> None:
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator().get_offset()
     assert "set_offset" in inspect.getsource(CPUModelRunner._bookkeeping_sync)
+
+
+def test_logits_come_of_what_stands_in_the_place_of_an_lm_head() -> None:
+    """`BorrowedLmHead` has these two attributes alone, and gives the padding too."""
+    rows = torch.randn(8, 4)
+
+    def apply(_layer: object, x: torch.Tensor, bias: object = None) -> torch.Tensor:
+        assert bias is None
+        return x @ rows.t()
+
+    lm_head = SimpleNamespace(tp_size=1, quant_method=SimpleNamespace(apply=apply))
+    base = base_config()
+    with set_current_vllm_config(base):
+        processor = LogitsProcessor(5)
+    assert processor.head_dtype == base.model_config.dtype, "another type reads the weight itself"
+    hidden = torch.randn(3, 4, dtype=base.model_config.dtype)
+    rows = rows.to(hidden.dtype)
+    assert torch.equal(processor(lm_head, hidden), (hidden @ rows.t())[:, :5])
+
+
+def test_the_share_of_a_vocabulary_follows_from_its_number() -> None:
+    """`BorrowedUnit.layers` asks for the ranges of other parts."""
+    ranges = [VocabParallelEmbedding._get_indices(448, 448, 440, 440, part, 4) for part in range(4)]
+    found = [(each.org_vocab_start_index, each.num_org_elements) for each in ranges]
+    assert found == [(0, 112), (112, 112), (224, 112), (336, 104)]
 
 
 def test_wide_modes_capture_fewer_graphs() -> None:
