@@ -117,7 +117,7 @@ class TreeBuilder:
             return None
         # Of its own: a configuration has the layers of one tree.
         config = self._config_of_part(spec.parts)
-        plan = loading_plan(spec.widest, spec.parts, spec.borrow)
+        plan = loading_plan(config, spec.widest, spec.parts, spec.borrow)
         try:
             with set_current_vllm_config(config):
                 return find_part(config, plan, spec.memory, spec.rank)

@@ -77,7 +77,7 @@ def load_and_store(model: Path, memory: CellMemory, borrow: str, rank: int = 1) 
 
 def find(model: Path, memory: CellMemory, borrow: str, rank: int = 1) -> nn.Module | None:
     with rank_of_parts(model, rank) as config:
-        found = find_part(config, loading_plan(RANKS, PARTS, borrow), memory, rank)
+        found = find_part(config, loading_plan(config, RANKS, PARTS, borrow), memory, rank)
         if found is not None:
             prove(found[0], rank)
     return None if found is None else found[0]
