@@ -23,7 +23,7 @@ from coordinator.protocol.model_files import (
     missing_files,
     weight_bytes,
 )
-from coordinator.protocol.model_support import refusals
+from coordinator.protocol.model_support import Holding, refusals
 
 GIB = 2**30
 UTILIZATION = 0.92
@@ -72,7 +72,8 @@ def check_model(
         raise ConfigError(str(error)) from error
     if not sentences and files.config is not None:
         cell = config.cell
-        reasons = refusals(files.config, options, cell.device, cell.widths)
+        holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
+        reasons = refusals(files.config, options, cell.device, cell.widths, holding)
         sentences = [f"{config.model.path}: {reason}" for reason in reasons]
         sentences += _too_many_whole(config, files.config)
     if not sentences and memory is not None:

@@ -7,6 +7,7 @@ own reading (worker/engine/config.py) and once more when they have the layers
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
@@ -82,20 +83,47 @@ def parallel_refusal(name: str) -> str:
     )
 
 
-def cpu_quantization_refusal(name: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How ranks hold the weights: in how many parts, and which layers are in parts."""
+
+    widest: int = 1
+    """The number of ranks in the widest group."""
+    parts: int = 1
+    borrow: str = "ffn"
+    """`none`, `ffn` or `all`, as in the configuration."""
+
+    @property
+    def is_unviewed(self) -> bool:
+        """Whether each rank holds what vLLM's own rank holds in tp, so that nobody views it."""
+        return self.parts == self.widest > 1 and self.borrow != "ffn"
+
+
+WHOLE = Holding()
+"""Every rank holds all weights."""
+
+
+def _or_parts(instead: str, widest: int) -> str:
+    """Add to a remedy that ranks can hold parts as vLLM makes them, if there is a wide group."""
+    if widest == 1:
+        return instead
+    return f"use --weight-parts {widest} --borrow all, where no rank views weights, or {instead}"
+
+
+def cpu_quantization_refusal(name: str, widest: int = 1) -> str:
     """Return the sentence about quantized weights on CPU."""
     return refusal(
         f"quantization {name!r} on CPU, where vLLM's kernels pack weights so that they cannot be "
         "viewed,",
-        "serve a bf16, fp16 or fp32 checkpoint there",
+        _or_parts("serve a bf16, fp16 or fp32 checkpoint there", widest),
     )
 
 
-def packed_refusal(name: str) -> str:
+def packed_refusal(name: str, widest: int = 1) -> str:
     """Return the sentence about a quantization whose weights are no plain matrices."""
     return refusal(
         f"quantization {name!r}, whose packed weights cannot be viewed per rank,",
-        _INSTEAD_OF_QUANTIZED,
+        _or_parts(_INSTEAD_OF_QUANTIZED, widest),
     )
 
 
@@ -107,12 +135,12 @@ def quantized_kv_refusal(name: str) -> str:
     )
 
 
-def other_scales_refusal(name: str) -> str:
+def other_scales_refusal(name: str, widest: int = 1) -> str:
     """Return the sentence about quantized weights with other scales or types."""
     return refusal(
         f"quantization {name!r} with other weights than fp8 of per-tensor or per-channel scales "
         "(block scales do not fall on the borders of ranks)",
-        _INSTEAD_OF_QUANTIZED,
+        _or_parts(_INSTEAD_OF_QUANTIZED, widest),
     )
 
 
@@ -121,15 +149,20 @@ def refusals(
     options: Sequence[GivenOption],
     device: str,
     widths: Sequence[int] = (1,),
+    holding: Holding | None = None,
 ) -> Iterator[str]:
-    """Yield a sentence for each reason not to serve the model of this config.json."""
+    """Yield a sentence for each reason not to serve the model of this config.json.
+
+    Without `holding`, every rank holds all weights.
+    """
     config = {**config, **_overrides(options)}
     yield from option_refusals(options)
     yield from _architecture_refusals(config, options)
     for name in _QUANTIZATIONS:
         if config.get(name) and not isinstance(config[name], Mapping):
             yield f"{name} in config.json is no object: get the file again."
-    yield from _quantization_refusals(config, options, device)
+    holding = holding or Holding(widest=max(widths, default=1))
+    yield from _quantization_refusals(config, options, device, holding)
     yield from _width_refusals(config, widths)
 
 
@@ -207,7 +240,7 @@ def _has_window(config: Mapping[str, Any]) -> bool:
 
 
 def _quantization_refusals(
-    config: Mapping[str, Any], options: Sequence[GivenOption], device: str
+    config: Mapping[str, Any], options: Sequence[GivenOption], device: str, holding: Holding
 ) -> Iterator[str]:
     stored = next((found for name in _QUANTIZATIONS if (found := _object(config.get(name)))), {})
     name = str(stored.get("quant_method") or last_value(options, "--quantization") or "")
@@ -215,16 +248,18 @@ def _quantization_refusals(
         name = "compressed-tensors"
     if not name or name == "None":
         return
-    if device == "cpu":
-        yield cpu_quantization_refusal(name)
-    elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
-        yield packed_refusal(name)
-    elif stored.get("kv_cache_scheme"):
+    if stored.get("kv_cache_scheme"):
         yield quantized_kv_refusal(name)
+    elif holding.is_unviewed:
+        return
+    elif device == "cpu":
+        yield cpu_quantization_refusal(name, holding.widest)
+    elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
+        yield packed_refusal(name, holding.widest)
     elif stored.get("weight_block_size") or not all(
         _is_plain_fp8(group) for group in _object(stored.get("config_groups")).values()
     ):
-        yield other_scales_refusal(name)
+        yield other_scales_refusal(name, holding.widest)
 
 
 def _object(value: object) -> Mapping[str, Any]:

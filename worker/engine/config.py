@@ -31,6 +31,8 @@ from coordinator.protocol.model_support import (
     POOLING,
     REFUSED_ARCHITECTURES,
     SPECULATION,
+    WHOLE,
+    Holding,
     architecture_refusal,
     cpu_quantization_refusal,
     kv_type_refusal,
@@ -113,7 +115,8 @@ def replica_config(config: Config) -> VllmConfig:
     parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
     args = parser.parse_args(engine_arguments(config))
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    _refuse_unsupported(vllm_config)
+    cell = config.cell
+    _refuse_unsupported(vllm_config, Holding(max(cell.widths), cell.weight_parts, cell.borrow))
     return vllm_config
 
 
@@ -135,7 +138,7 @@ def _given_options(config: Config) -> list[GivenOption]:
     return given
 
 
-def _quantization_refusal(vllm_config: VllmConfig) -> str | None:
+def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> str | None:
     """Return why the quantization is refused; layers are checked again when loaded.
 
     This refuses early what the configuration shows, before minutes of loading.
@@ -143,18 +146,20 @@ def _quantization_refusal(vllm_config: VllmConfig) -> str | None:
     quant, name = vllm_config.quant_config, str(vllm_config.model_config.quantization)
     if quant is None:
         return None
+    if getattr(quant, "kv_cache_scheme", None) is not None:
+        return quantized_kv_refusal(name)
+    if holding.is_unviewed:
+        return None
     if current_platform.is_cpu():
-        return cpu_quantization_refusal(name)
+        return cpu_quantization_refusal(name, holding.widest)
     if quant.get_name() not in FP8_QUANTIZATIONS:
-        return packed_refusal(name)
+        return packed_refusal(name, holding.widest)
     if getattr(quant, "online_quantization_config", None) is not None:
         return refusal(
             f"quantization {name!r} together with --quantization-config", "leave the latter out"
         )
-    if getattr(quant, "kv_cache_scheme", None) is not None:
-        return quantized_kv_refusal(name)
     if not set(_weight_kinds(quant)) <= {"tensor", "channel", *ONLINE_FP8}:
-        return other_scales_refusal(name)
+        return other_scales_refusal(name, holding.widest)
     return None
 
 
@@ -187,7 +192,7 @@ def _scheme_kind(scheme: dict[str, Any]) -> str:
     return str(getattr(weights.strategy, "value", weights.strategy))
 
 
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+def _refuse_unsupported(vllm_config: VllmConfig, holding: Holding) -> None:
     model, kv_type = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     refusals = [
         (vllm_config.lora_config is not None, LORA),
@@ -203,7 +208,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         ),
     ]
     found = next((sentence for refused, sentence in refusals if refused), None)
-    if (sentence := found or _quantization_refusal(vllm_config)) is not None:
+    if (sentence := found or _quantization_refusal(vllm_config, holding)) is not None:
         raise EngineConfigError(sentence)
 
 

@@ -4,12 +4,12 @@ Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has t
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
 `reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
 the weights, and what they `borrow`, but of `whole_layers`; `alone`, if that rank leads in dp and
-the others only lend; `poison`, if slots hold NaN while no step may read them. With `again`, the
-rank is then killed, and a process that takes its place in the others' memory does all runs again;
-with `kills_lenders`, all others are killed before. Every run does all requests; OUT has {run:
-{"streams": [...], "modes": {mode: steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of
-loans}}, or a list of two such. Only the choice of each step's mode is replaced; the rest is the
-product.
+the others only lend; `interpreted`, if kernels for quantized weights are plain torch's; `poison`,
+if slots hold NaN while no step may read them. With `again`, the rank is then killed, and a process
+that takes its place in the others' memory does all runs again; with `kills_lenders`, all others are
+killed before. Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode:
+steps}, "weights": bytes, "loaded": bytes, "spoiled": slots of loans}}, or a list of two such. Only
+the choice of each step's mode is replaced; the rest is the product.
 """
 
 import contextlib
@@ -145,12 +145,7 @@ def serve(
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
     own, whole = rank_spec(config, rank, cohort, memory), spec.get("whole_layers", 0)
-    own = replace(
-        own,
-        parts=spec.get("parts", 1),
-        borrow=spec.get("borrow", "none"),
-        whole_layers=whole[rank] if isinstance(whole, list) else whole,
-    )
+    own = replace(own, whole_layers=whole[rank] if isinstance(whole, list) else whole)
     if spec.get("poison"):
         poisoned_ring.install()
     engine = build_engine(base, own)
@@ -198,7 +193,11 @@ def main() -> int:
     from worker.engine.device import prepare_launcher
 
     spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    ranks = spec["ranks"]
+    ranks, parts, borrow = spec["ranks"], spec.get("parts", 1), spec.get("borrow", "none")
+    if spec.get("interpreted"):
+        from tests.harness.vllm import cpu_kernels
+
+        cpu_kernels.install()
     config = check_config(
         {
             "model": {
@@ -209,7 +208,9 @@ def main() -> int:
             "cell": {
                 "ranks": ranks,
                 "device": spec.get("device", "cpu"),
-                "layout": f"dp{ranks}",
+                "layout": f"dp{ranks}" if parts == 1 or borrow != "none" else f"tp{ranks}",
+                "weight_parts": parts,
+                "borrow": borrow,
                 "widths": spec.get("widths", [1, ranks]),
                 "mixed": spec.get("mixed", []),
                 "exchange_parts": spec.get("exchange_parts", [1]),

@@ -5,9 +5,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.harness.vllm.quantized_models import KINDS, write_quantized
 from tests.harness.vllm.reference_catalog import CATALOG
 from tests.harness.vllm.reference_files import FOLDER, compute, save
 from tests.harness.vllm.tiny_models import model_of
+
+
+def plain_model(name: str, folder: Path) -> Path:
+    """The model of a name; of a quantized one, that with the weights which it means."""
+    return write_quantized(folder, name)[1] if name in KINDS else model_of(name, folder)
 
 
 def main() -> int:
@@ -21,7 +27,7 @@ def main() -> int:
         print(f"{number} of {len(names)}: {name} ...", flush=True)
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            model = model_of(CATALOG[name].model, Path(folder))
+            model = plain_model(CATALOG[name].model, Path(folder))
             path = save(CATALOG[name], model, compute(CATALOG[name], model, Path(folder)))
         took = time.monotonic() - started
         print(f"  {path.name}: {path.stat().st_size:,} bytes, {took:.0f} s", flush=True)

@@ -40,5 +40,8 @@ ENTRIES = (
     Entry("mixtral", "mixtral"),
     Entry("untied", "untied"),
     Entry("qkv-bias", "qkv-bias"),
+    Entry("awq", "awq"),
+    Entry("gptq", "gptq"),
+    Entry("fp8-block", "fp8-block"),
 )
 CATALOG = {entry.name: entry for entry in ENTRIES}

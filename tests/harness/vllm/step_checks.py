@@ -19,12 +19,14 @@ CHUNKS = ["--max-num-batched-tokens", "256"]
 """Prefills go in chunks, and most steps mix them with decodes."""
 
 
-def check_runs(folder: Path, name: str, model: Path, **spec: Any) -> int:
+def check_runs(folder: Path, name: str, model: Path, plain: Path | None = None, **spec: Any) -> int:
     """Do all runs and compare every token, logit and score of each with the reference NAME.
+
+    It is of the model, or of the `plain` one that has the weights which a quantized one means.
 
     Returns the bytes of the leader's weights.
     """
-    expected = reference(name, model)
+    expected = reference(name, plain or model)
     requests: list[dict[str, Any]] = [
         {"prompt": prompt, "params": {"max_tokens": NEW_TOKENS, "logprobs": -1}}
         for prompt in expected.prompts
@@ -36,7 +38,7 @@ def check_runs(folder: Path, name: str, model: Path, **spec: Any) -> int:
         "requests": requests,
         **spec,
     }
-    plain = {"tp", "sp"} if has_sp(spec) else {"tp"}
+    uniform = {"tp", "sp"} if has_sp(spec) else {"tp"}
     results = run_steps(folder, given)
     for run, result in results.items():
         *streams, scored = result["streams"]
@@ -49,7 +51,7 @@ def check_runs(folder: Path, name: str, model: Path, **spec: Any) -> int:
             # At least one loan of each step of these, if the ring is of this kind at all.
             alone = sum(result["modes"].get(mode, 0) for mode in ("dp", "sp"))
             assert result["spoiled"] >= alone > 0, about
-        wanted = {*plain, *spec.get("mixed", ())} if run.startswith("random") else {run}
+        wanted = {*uniform, *spec.get("mixed", ())} if run.startswith("random") else {run}
         used = {mode for mode, steps in result["modes"].items() if steps > STEPS_MIN}
         assert used == wanted, run
     return int(results[given["runs"][0]]["weights"])

@@ -186,6 +186,37 @@ def test_a_model_that_ranks_refuse(model: Path, fields: dict[str, Any], sentence
     assert str(refused.value).count(str(model)) == 1
 
 
+PACKED: tuple[dict[str, Any], ...] = (
+    {"quant_method": "awq"},
+    {"quant_method": "gptq"},
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("packed", PACKED, ids=lambda each: str(each["quant_method"]))
+def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
+    model: Path, packed: dict[str, Any], device: str
+) -> None:
+    change(model, quantization_config=packed)
+    halves: dict[str, Any] = {"device": device, "ranks": 2, "widths": [1, 2], "weight_parts": 2}
+    for borrow, layout in (("all", "dp2"), ("none", "tp2")):
+        check(model, **halves, borrow=borrow, layout=layout)
+    with pytest.raises(ConfigError, match="use --weight-parts 2 --borrow all, where"):
+        check(model, **halves, borrow="ffn", layout="dp2")
+    wide: dict[str, Any] = {"device": device, "ranks": 4, "widths": [1, 2, 4], "layout": "dp4"}
+    some: dict[str, Any] = {"weight_parts": 2, "borrow": "all"}
+    for more in ({}, some):
+        with pytest.raises(ConfigError, match="use --weight-parts 4 --borrow all, where"):
+            check(model, **wide, **more)
+    with pytest.raises(ConfigError, match=r"serve (the|a) bf16") as refused:
+        check(model, device=device, ranks=1, widths=[1], layout="dp1")
+    assert "--weight-parts" not in str(refused.value)
+    change(model, quantization_config={**packed, "kv_cache_scheme": FP8})
+    with pytest.raises(ConfigError, match="quantized KV cache"):
+        check(model, **halves, borrow="all")
+
+
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("value", [["fp8"], "fp8", 8, 0.5, True])
 def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.online.base import (
     OnlineQuantizationConfig,
 )
 
+from coordinator.protocol.model_support import Holding
 from tests.harness.vllm.trees import (
     CPU,
     FP8,
@@ -327,6 +328,16 @@ def test_other_quantizations_are_refused_with_a_reason_and_a_way(
     assert sentence is not None
     assert why in sentence
     assert "--quantization" in sentence
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq_marlin", "mxfp4"])
+def test_packed_weights_are_taken_where_nobody_views_them(name: str) -> None:
+    """On any device; a quantized KV cache is refused all the same."""
+    own = Holding(widest=2, parts=2, borrow="all")
+    assert config._quantization_refusal(given(name, named(name)), own) is None
+    sentence = config._quantization_refusal(given(name, named(name, kv_cache_scheme={})), own)
+    assert sentence is not None
+    assert "quantized KV cache" in sentence
 
 
 def test_fp8_on_cpu_is_refused() -> None:

@@ -144,7 +144,7 @@ def test_the_same_memory_elsewhere_reads_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "gaps", [torch.zeros(8, 16)[:, :8], torch.zeros(64)[::2], torch.zeros(8, 1).expand(8, 4)]
+    "gaps", [torch.zeros(8, 32)[:, :8], torch.zeros(64)[::3], torch.zeros(8, 1).expand(8, 4)]
 )
 def test_gaps_are_refused_with_the_layer(gaps: torch.Tensor) -> None:
     unit = unit_of(down_proj=layer_of(weight=torch.zeros(LARGE), plain_scale=gaps))
@@ -154,6 +154,37 @@ def test_gaps_are_refused_with_the_layer(gaps: torch.Tensor) -> None:
         "layer mlp.down_proj has a tensor plain_scale with gaps in its memory, which peers cannot "
         "borrow: use --borrow none, and please report it."
     )
+
+
+def test_rows_that_a_kernel_has_padded_keep_their_strides() -> None:
+    """Scales of blocks lie in columns whose beginnings are aligned."""
+    scales = torch.arange(21.0).view(7, 3)
+    padded = torch.zeros(3, 8)[:, :7].t().copy_(scales)
+    unit = unit_of(one=layer_of(weight=torch.zeros(LARGE), weight_scale=padded))
+    moved(unit)
+    there = unit.layers["one"].weight_scale
+    assert torch.equal(there, scales)
+    assert there.stride() == (1, 8)
+
+
+def test_what_kernels_write_is_not_lent() -> None:
+    locks = torch.zeros(LARGE, dtype=torch.int32)
+    layer = layer_of(weight=torch.zeros(LARGE), plain_scale=torch.zeros(1))
+    layer.workspace = locks
+    unit = unit_of(one=layer)
+    layout, _ = moved(unit)
+    assert [place.name for place in layout.places] == ["weight", "plain_scale"]
+    assert layer.workspace is locks
+
+
+def test_packed_integers_keep_their_bits_and_all_their_holders() -> None:
+    packed = torch.randint(-(2**31), 2**31 - 1, (64, 256), dtype=torch.int32)
+    bits, layer = bits_of(packed), layer_of(qweight=packed)
+    kept_by_kernel = layer.qweight
+    moved(unit_of(one=layer))
+    assert layer.qweight is kept_by_kernel
+    assert layer.qweight.data_ptr() != packed.data_ptr()
+    assert bits_of(kept_by_kernel.data) == bits
 
 
 def test_empty_tensors_take_no_memory() -> None:

@@ -44,7 +44,8 @@ class ShardPlan:
     `loads`: it is filled from a checkpoint. Other trees are built on meta and take the loaded
     weights. `head_whole`: the lm_head holds all S shards; `attention_whole`: layers of attention do
     too, and only feed-forward layers and experts S / width. `embeddings_whole`: token embeddings
-    that are loaded have all rows.
+    that are loaded have all rows. `unviewed`: the tree holds one shard as vLLM's own loader,
+    quantization and kernels make it, and no other tree views it.
     """
 
     shards: int
@@ -53,6 +54,7 @@ class ShardPlan:
     head_whole: bool = False
     attention_whole: bool = False
     embeddings_whole: bool = True
+    unviewed: bool = False
 
     @property
     def held(self) -> int:
@@ -68,6 +70,17 @@ _plan: ContextVar[ShardPlan | None] = ContextVar("shard_plan", default=None)
 _gated: ContextVar[set[str] | None] = ContextVar("gated_modules", default=None)
 """The modules under construction that have a gate_up layer, by prefix: feed-forward layers."""
 _NATURAL = ShardPlan(1, 1)
+
+
+def is_unviewed(layer: nn.Module) -> bool:
+    """Return whether a loaded layer is as vLLM's own rank has it, so that no tree may view it."""
+    return bool(getattr(layer, "unviewed", False))
+
+
+def builds_unviewed() -> bool:
+    """Return whether layers under construction are as vLLM's own ranks have them."""
+    plan = _plan.get()
+    return plan is not None and plan.unviewed
 
 
 @contextmanager
@@ -187,8 +200,10 @@ class ShardMajorQKV(QKVParallelLinear):
             kwargs["disable_tp"] = True
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
         kv_heads = given.arguments.get("total_num_kv_heads") or given.arguments["total_num_heads"]
-        given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
+        if not plan.unviewed:
+            given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
         super().__init__(*given.args, **given.kwargs)
+        self.unviewed = plan.unviewed
         self.stored_copies = max(1, plan.shards // kv_heads)
         """Number of neighbouring shards of the replica that hold the same KV head."""
         self._cpu_skip_gemm_dispatch = True  # vLLM's CPU prepack would empty the weight.
@@ -207,12 +222,18 @@ class ShardMajorQKV(QKVParallelLinear):
         self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None
     ) -> None:
         """Load q, k or v (or all three, fused on disk) into every shard's rows."""
+        if self.plan.unviewed:
+            super().weight_loader_v2(param, loaded_weight, loaded_shard_id)
+            return
         self.weight_loader(param, loaded_weight, loaded_shard_id)
 
     def weight_loader(
         self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None
     ) -> None:
         """See `weight_loader_v2`."""
+        if self.plan.unviewed:
+            super().weight_loader(param, loaded_weight, loaded_shard_id)
+            return
         shards, sizes = self.plan.shards, self.shard_sizes
         if isinstance(param, PerTensorScaleParameter):
             parts = range(3) if loaded_shard_id is None else ["qkv".index(loaded_shard_id)]
@@ -261,6 +282,7 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
                 f"row-wise activation: serve a model of the {FAMILIES} family."
             )
         self.plan = plan or _NATURAL
+        self.unviewed = self.plan.unviewed
         if (gated := _gated.get()) is not None:
             gated.add(_parent(self.prefix))
         self._cpu_skip_gemm_dispatch = True
@@ -276,6 +298,9 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         loaded_shard_id: int | tuple[int, ...] | None = None,
     ) -> None:
         """Load gate or up (or both, fused on disk) into every shard's rows."""
+        if self.plan.unviewed:
+            super().weight_loader_v2(param, loaded_weight, loaded_shard_id)
+            return
         self.weight_loader(param, loaded_weight, loaded_shard_id)
 
     def weight_loader(
@@ -285,6 +310,9 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         loaded_shard_id: int | tuple[int, ...] | None = None,
     ) -> None:
         """See `weight_loader_v2`."""
+        if self.plan.unviewed:
+            super().weight_loader(param, loaded_weight, loaded_shard_id)
+            return
         shards, sizes = self.plan.shards, self.shard_sizes
         ids: Sequence[int]
         if loaded_shard_id is None:
@@ -318,10 +346,14 @@ class ViewedRow(RowParallelLinear):
         if plan is not None and plan.attention_whole and _parent(_prefix_of(kwargs)) not in gated:
             kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
+        self.unviewed = builds_unviewed()
         self._cpu_skip_gemm_dispatch = True
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T·n, in/n) or (T, in) -> (T, out)."""
+        if self.unviewed:
+            # One shard has its rows already, and may have them quantized by the activation.
+            return super().forward(input_)
         return super().forward(input_.reshape(-1, self.input_size_per_partition))
 
 

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from coordinator.protocol.model_support import experts_refusal
-from worker.engine.weights.layers import ViewError, own_range
+from worker.engine.weights.layers import ViewError, builds_unviewed, own_range
 
 PROOF_TOKENS = (8, 256)
 """Tokens of the two proofs of a rank's experts: few and many."""
@@ -35,6 +35,10 @@ PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-
 @RoutedExperts.register_oot
 class RankedExperts(RoutedExperts):
     """vLLM's experts; the CPU kernel takes no expert map, so others' experts get weight zero."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unviewed = builds_unviewed()
 
     def forward_modular(
         self,
@@ -158,7 +162,7 @@ def prove_experts(
     random tokens and experts. Raises `ViewError` with the layer and its error.
     """
     sources = dict(experts_of(replica))
-    found = list(experts_of(tree))
+    found = [each for each in experts_of(tree) if each[1] is not sources[each[0]]]
     proved = dict((*found[:1], *found[-1:]))
     for name, own in proved.items():
         full = sources[name]

@@ -21,7 +21,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.cpu.cell_memory import CellMemory
 from worker.engine.weights.checksums import checksum, numbers_of
-from worker.engine.weights.fp8 import ViewedFp8Method, is_quantized, kernel_of
+from worker.engine.weights.fp8 import (
+    UNPACKED_KERNELS,
+    ViewedFp8Method,
+    is_quantized,
+    kernel_of,
+)
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.moe import is_moe, real_expert_maps
@@ -79,7 +84,8 @@ def _tree_without_weights(config: VllmConfig, plan: ShardPlan) -> nn.Module:
         tree = initialize_model(vllm_config=config, model_config=model_config)
     for name, module in tree.named_modules():
         if is_quantized(module):
-            if (kernel := kernel_of(module)) is None:
+            kernel = kernel_of(module)
+            if kernel is None or type(kernel) not in UNPACKED_KERNELS:
                 raise ViewError(f"layer {name} has no kernel for weights that were processed.")
             if hasattr(kernel, "logical_output_size"):
                 kernel.logical_output_size = module.output_size_per_partition

@@ -16,7 +16,14 @@ from enum import StrEnum
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -32,6 +39,16 @@ PIECE_ROWS = 64
 
 RESIDENT_SHARE = 64
 """Tensors below this fraction of a unit's largest one are copied once, at start-up."""
+
+
+SCRATCH = ("workspace",)
+"""Tensors that kernels write: no weights, so all parts of a layer use the rank's own."""
+
+GAPS_MAX = 2
+"""Largest ratio of a tensor's memory to its items: kernels pad rows of scales to whole vectors."""
+
+LEAST_BITS = 1
+"""Least bits of a weight, whatever its form."""
 
 
 class UnitKind(StrEnum):
@@ -220,37 +237,59 @@ def layout_of(unit: Unit) -> UnitLayout:
     """Lay a unit's tensors out, the large ones first.
 
     Raises:
-        ViewError: if a tensor has gaps, so that its memory is not its own.
+        ViewError: if a tensor's memory is not its own, or a layer's weights are in no tensor.
     """
     found = [
         (name, *each)
         for name, layer in unit.layers.items()
         for each in tensors_of(layer)
-        if each[2].numel()
+        if each[2].numel() and each[1] not in SCRATCH
     ]
+    for name, layer in unit.layers.items():
+        _check_weights(f"{unit.name}.{name}".rstrip("."), layer)
     largest = max(tensor.nbytes for *_, tensor in found)
     found.sort(key=lambda each: each[3].nbytes * RESIDENT_SHARE < largest)
     places, end, loan_bytes = [], 0, 0
     for layer, holder, name, tensor in found:
         shape, stride = tuple(tensor.shape), tensor.stride()
-        if extent_of(shape, stride) != tensor.numel():
+        extent = extent_of(shape, stride)
+        if not tensor.numel() <= extent <= tensor.numel() * GAPS_MAX:
             raise ViewError(
                 f"layer {unit.name}.{layer} has a tensor {name} with gaps in its memory, which "
                 "peers cannot borrow: use --borrow none, and please report it."
             )
         places.append(TensorPlace(layer, holder, name, tensor.dtype, shape, stride, end))
-        end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end += -(-extent * tensor.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if tensor.nbytes * RESIDENT_SHARE >= largest:
             loan_bytes = end
     return UnitLayout(tuple(places), loan_bytes, end, (range(loan_bytes),))
+
+
+def _check_weights(name: str, layer: nn.Module) -> None:
+    """Refuse a layer whose kernel keeps weights or their scales where no tensor of it has them."""
+    if isinstance(layer, RoutedExperts) and not isinstance(
+        layer.quant_method, UnquantizedFusedMoEMethod
+    ):
+        raise ViewError(
+            f"layer {name} has quantized experts, whose kernel keeps their scales, so that peers "
+            "cannot compute with borrowed ones yet: use --borrow none."
+        )
+    if not isinstance(layer, LinearBase):
+        return
+    least = layer.input_size_per_partition * layer.output_size_per_partition * LEAST_BITS // 8
+    if sum(tensor.nbytes for *_, tensor in tensors_of(layer)) < least:
+        raise ViewError(
+            f"layer {name} keeps its weights inside of {type(layer.quant_method).__name__}, where "
+            "peers cannot read them: use --borrow none."
+        )
 
 
 def move_in(unit: Unit, layout: UnitLayout, raw: torch.Tensor) -> None:
     """Copy a unit's tensors into its memory and make the layers use them there."""
     for place in layout.places:
         layer = unit.layers[place.layer]
-        held = getattr(layer, place.holder)[place.name] if place.holder else None
-        own = vars(layer)[place.name] if held is None else held.data
+        held = (getattr(layer, place.holder) if place.holder else vars(layer))[place.name]
         there = place.view(raw)
-        there.copy_(own)
-        put_tensor(layer, place, there)
+        there.copy_(held.data)
+        # In place: a kernel that has kept the tensor uses it there too, and nobody the old memory.
+        held.data = there

@@ -16,7 +16,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from coordinator.protocol.model_support import FAMILIES
 from worker.engine.weights.fp8 import is_quantized, kernel_of
-from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+from worker.engine.weights.layers import (
+    ShardMajorGateUp,
+    ShardMajorQKV,
+    ViewError,
+    is_unviewed,
+)
 from worker.engine.weights.moe import is_shared, prove_experts
 
 DECODE_TOKENS = 8
@@ -70,6 +75,11 @@ def prove_tree(
             if kind in proved:
                 continue
             source = sources[name]
+            if is_unviewed(layer):
+                if tree is replica:
+                    _check_unviewed(name, layer, device)
+                proved.add(kind)
+                continue
             if isinstance(source, ParallelLMHead):
                 # By rows: a layer tied to the embeddings is whole in every rank.
                 held = len(source.weight) // len(layer.weight)
@@ -99,8 +109,37 @@ def prove_tree(
     return len(proved) + experts
 
 
+def _check_unviewed(name: str, layer: LinearBase, device: torch.device) -> None:
+    """Run a layer as vLLM has made it, which has nothing of ours to be proved.
+
+    Its kernel may be missing on this device, which vLLM notices in the first step alone.
+    """
+    for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
+        draw = torch.Generator().manual_seed(tokens)
+        x = torch.randn((tokens, layer.input_size_per_partition), generator=draw)
+        fault = ""
+        try:
+            out = layer.quant_method.apply(layer, x.to(device, layer.params_dtype), None)
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            fault = f"cannot run ({error})"
+        else:
+            if tuple(out.shape) != (tokens, layer.output_size_per_partition):
+                fault = f"gives {tuple(out.shape)} for {tokens} tokens"
+            elif not bool(out.isfinite().all()):
+                fault = "gives numbers that are not finite"
+        if fault:
+            raise ViewError(
+                f"self-test: layer {name}, computed by {type(layer.quant_method).__name__}, "
+                f"{fault}: serve a checkpoint of another quantization, or choose another "
+                "--linear-backend."
+            )
+
+
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return the kind of a layer: equal kinds run the same code on the same shapes."""
+    if is_unviewed(layer):
+        shapes = (layer.input_size_per_partition, layer.output_size_per_partition)
+        return (type(layer), type(layer.quant_method), shapes)
     kernel = kernel_of(layer)
     return (
         type(layer),

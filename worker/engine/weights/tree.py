@@ -42,6 +42,7 @@ from worker.engine.weights.layers import (
     ViewError,
     building,
     is_embedding,
+    is_unviewed,
     own_range,
 )
 from worker.engine.weights.moe import (
@@ -79,18 +80,22 @@ def loading_plan(config: VllmConfig, shards: int, parts: int, borrow: str) -> Sh
     """Return the plan of the tree that `load_replica` fills; see there.
 
     Embeddings and lm_head that have one memory are whole where ranks borrow, and so is an lm_head
-    that vLLM converts to another type in each step.
+    that vLLM converts to another type in each step. Quantized parts are left as vLLM makes them if
+    each rank holds one of its own: nobody needs a view, because tp of all ranks computes with the
+    parts as they are.
     """
     model = config.model_config
     tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
     is_cast = model.head_dtype != model.dtype
+    unviewed = config.quant_config is not None and parts == shards > 1 and borrow != "ffn"
     return ShardPlan(
         shards,
         parts,
         loads=True,
-        head_whole=borrow == "ffn" or (borrow == "all" and (tied or is_cast)),
+        head_whole=borrow == "ffn" or (borrow == "all" and (tied or is_cast or unviewed)),
         attention_whole=borrow == "ffn",
-        embeddings_whole=borrow != "all" or tied,
+        embeddings_whole=borrow != "all" or tied or unviewed,
+        unviewed=unviewed,
     )
 
 
@@ -119,7 +124,7 @@ def _keep_plain_head(model: nn.Module) -> None:
 def check_viewable(model: nn.Module) -> None:
     """Refuse layers whose memory is packed, transposed or unknown."""
     for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts):
+        if isinstance(module, RoutedExperts) and not is_unviewed(module):
             check_experts(name, module)
         if is_shared(module):
             continue
@@ -128,7 +133,7 @@ def check_viewable(model: nn.Module) -> None:
                 f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
                 f"serve a model of the {FAMILIES} family."
             )
-        if is_quantized(module):
+        if is_quantized(module) and not is_unviewed(module):
             check_quantized(name, module)
         if isinstance(module, VocabParallelEmbedding) and not isinstance(
             module.quant_method, UnquantizedEmbeddingMethod
@@ -137,7 +142,7 @@ def check_viewable(model: nn.Module) -> None:
                 f"layer {name} has a quantized vocabulary, which cannot be viewed per rank yet: "
                 "serve a checkpoint whose embeddings and lm_head are not quantized."
             )
-        if isinstance(module, LinearBase) and module.weight.dim() != 2:
+        if isinstance(module, LinearBase) and not is_unviewed(module) and module.weight.dim() != 2:
             raise ViewError(
                 f"layer {name} has packed weights, which cannot be viewed per rank: serve an "
                 "unquantized checkpoint."
@@ -163,17 +168,38 @@ def build_tp_tree(
         torch.device("meta"),
     ):
         tree = initialize_model(vllm_config=config, model_config=model_config)
+    loaded = _set_aside(tree, replica)
     adopt_methods(tree, replica)
     # The replica already holds experts in their kernel's order.
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
+    for parent, child, layer in loaded:
+        parent._modules[child] = layer
     if (name := unbound_tensor(tree)) is not None:
         raise ViewError(
             f"{name} cannot be viewed in width {width}: leave this width out of --widths, "
             "and please report it with the model's config.json."
         )
     return tree.eval()
+
+
+def _set_aside(tree: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Take layers out of a tree on meta in whose place loaded ones compute; return those.
+
+    They are as (parent, name, loaded layer). vLLM's post-processing must see neither: what it makes
+    of quantized weights is made once.
+    """
+    sources = dict(replica.named_modules(remove_duplicate=False))
+    found = [
+        (module, child, source)
+        for path, module in tree.named_modules(remove_duplicate=False)
+        for child in module._modules
+        if is_unviewed(source := sources[f"{path}.{child}" if path else child])
+    ]
+    for parent, name, _ in found:
+        parent._modules[name] = None
+    return found
 
 
 def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
