@@ -2,20 +2,21 @@
 
 A rank is ejected if it is late in a switch, far slower than the rest, or out of device memory in a
 step. Its tasks go on elsewhere and its process is left alone: the cause may be the device, a
-neighbour or the moment. It comes back when its time is over; repeated ejections last longer. At
-most half of the ranks are out at a time, as most cannot be outliers; beyond that, a rank out of
-memory is still ejected, but only briefly. Source: outlier detection in Envoy. The switcher calls
-this module.
+neighbour or the moment. A slow link of a lender shows in its borrowers, so they are ejected: an
+ejected lender would still lend. A rank comes back when its time is over; repeated ejections last
+longer. At most half of the ranks are out at a time, as most cannot be outliers; beyond that, a rank
+out of memory is still ejected, but only briefly. Source: outlier detection in Envoy. The switcher
+calls this module.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from comm_pool.layout import Mode, Rank
 from coordinator.model.settings import OutlierSettings
 from coordinator.model.step_line import StepLine, fit, plus
-from coordinator.protocol.messages.rank import Report
+from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.messages.steps import StepSums
 from coordinator.protocol.terms import Binding
 
@@ -90,7 +91,7 @@ class OutlierDetector:
         for served in report.served:
             if served.mode is Mode.DP:
                 before = self._sums.get(report.rank, StepSums())
-                self._sums[report.rank] = plus(before, served.sums)
+                self._sums[report.rank] = plus(plus(before, served.sums), served.at_floor)
         if report.oom_formation <= self._oom_formation.get(report.rank, 0):
             return []
         self._oom_formation[report.rank] = report.oom_formation
@@ -99,15 +100,21 @@ class OutlierDetector:
         out = self._out(report.rank, self._settings.late_out_ms, "ran out of memory", now_ms)
         return [out if self._spared(serving) else replace(out, out_ms=BRIEF_OUT_MS)]
 
-    def slow(self, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
-        """Judge the window if it is over; `serving` are the ranks that serve now."""
+    def slow(
+        self, serving: Collection[Rank], now_ms: int, hellos: Iterable[RankHello] = ()
+    ) -> list[Ejection]:
+        """Judge the window if it is over; `serving` are the ranks that serve now.
+
+        `hellos` say how long the loans of ranks take that borrow.
+        """
         if now_ms - self._window_ms < WINDOW_MS:
             return []
         self._window_ms = now_ms
         sums, self._sums = self._sums, {}
         if self._settings.slow_factor <= 0:
             return []
-        paces = paces_of({rank: sums[rank] for rank in sums if rank in serving})
+        served = {rank: sums[rank] for rank in sums if rank in serving}
+        paces = paces_of(served, usual_floors(each for each in hellos if each.rank in serving))
         outliers = slow_ranks(paces, self._settings.slow_factor)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in outliers}
         found = [rank for rank, windows in self._slow.items() if windows >= WINDOWS]
@@ -171,8 +178,32 @@ def out_ms(times_ms: Sequence[int], count: int) -> int:
     return min(OUT_MS_MAX, times_ms[min(count, len(times_ms)) - 1] << min(doubled, 20))
 
 
-def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
-    """Return each rank's step time as a multiple of the average over all ranks."""
+def usual_floors(hellos: Iterable[RankHello]) -> dict[Rank, float]:
+    """Return how long the loans of a step should take, in seconds, for each rank that borrows.
+
+    Ranks with as many whole layers borrow as much. Their median counts, because the floor that a
+    rank measured over a slow link hides the link. Without enough such ranks its own floor counts.
+    """
+    own: dict[Rank, tuple[int, float]] = {}
+    for hello in hellos:
+        for times in hello.step_times:
+            if floor_us := dict(times.floor_us).get(Mode.DP, 0):
+                own[hello.rank] = hello.whole_layers, floor_us * 1e-6
+    usual = {}
+    for rank, (whole, floor_s) in own.items():
+        alike = [each for layers, each in own.values() if layers == whole]
+        usual[rank] = median(alike) if len(alike) > OTHERS_MIN else floor_s
+    return usual
+
+
+def paces_of(
+    sums: Mapping[Rank, StepSums], floors_s: Mapping[Rank, float] | None = None
+) -> dict[Rank, float]:
+    """Return each rank's step time as a multiple of what such steps should take.
+
+    That is the average over all ranks, or its loans (`floors_s`) where these take longer: ranks
+    need not borrow equally much.
+    """
     eligible = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
     total = StepSums()
     for each in eligible.values():
@@ -180,7 +211,11 @@ def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
     line = fit(total) if eligible else None
     if line is None:
         return {}
-    return {rank: pace for rank, each in eligible.items() if (pace := _pace(each, line)) > 0}
+    paces = {rank: _pace(each, line) for rank, each in eligible.items()}
+    for rank, floor_s in (floors_s or {}).items():
+        if rank in paces:
+            paces[rank] = min(paces[rank], _pace(eligible[rank], StepLine(floor_s, 0.0, 0.0)))
+    return {rank: pace for rank, pace in paces.items() if pace > 0}
 
 
 def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:

@@ -300,7 +300,8 @@ class Switcher:
     def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
         """Cut out ranks that hold the others up, for a while."""
         if self.is_serving:
-            ejections = self._health.slow(self.alive, now_ms)
+            hellos = (self._roster[rank].hello for rank in self.alive if rank in self._roster)
+            ejections = self._health.slow(self.alive, now_ms, hellos)
         else:
             late = {} if self.is_draining or self.is_speculating else self._late()
             ejections = self._health.late(self.stage, late, self.alive, now_ms)

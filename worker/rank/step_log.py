@@ -2,7 +2,7 @@
 
 A step lasts from its launch, or from the end of the step before it if that is later, to its end. A
 step that takes several times the median of its size is left out: it hit something else, such as a
-page fault or a compile. So is one that took no longer than its loans, whatever it computed.
+page fault or a compile. Steps that took no longer than their loans are counted apart.
 """
 
 from dataclasses import dataclass
@@ -60,12 +60,12 @@ def _size_of(plan: Planned, width: int) -> tuple[Mode, int, int]:
 
 
 class StepLog:
-    """Sums by mode and width since the last `take`."""
+    """Sums since the last `take`, by mode, width and whether the step was at its floor."""
 
     __slots__ = ("_last_end_ns", "_medians", "_sums")
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Mode, int], list[float]] = {}
+        self._sums: dict[tuple[Mode, int, bool], list[float]] = {}
         self._medians: dict[tuple[Mode, int, int], _Median] = {}
         self._last_end_ns = 0
 
@@ -83,13 +83,14 @@ class StepLog:
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):
             return
         median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
-        if not median.takes(seconds) or seconds <= AT_FLOOR * floor_us * 1e-6:
+        if not median.takes(seconds):
             return
+        is_at_floor = seconds <= AT_FLOOR * floor_us * 1e-6
         w = 1 / (seconds * seconds)
         t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT
         found = [w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c]
         found += [w * t * seconds, w * c * seconds, 1.0]
-        sums = self._sums.setdefault((mode, width), [0.0] * len(found))
+        sums = self._sums.setdefault((mode, width, is_at_floor), [0.0] * len(found))
         for index, value in enumerate(found):
             sums[index] += value
 
@@ -100,7 +101,14 @@ class StepLog:
 
     def take(self) -> tuple[ServedSteps, ...]:
         """Return the sums since the last call."""
-        taken, self._sums = self._sums, {}
+        taken, self._sums = {key: StepSums(*sums) for key, sums in self._sums.items()}, {}
+        nothing = StepSums()
         return tuple(
-            ServedSteps(mode, width, StepSums(*sums)) for (mode, width), sums in taken.items()
+            ServedSteps(
+                mode,
+                width,
+                taken.get((mode, width, False), nothing),
+                taken.get((mode, width, True), nothing),
+            )
+            for mode, width in dict.fromkeys(key[:2] for key in taken)
         )

@@ -52,9 +52,11 @@ class StepSums(msgspec.Struct, frozen=True):
 class ServedSteps(msgspec.Struct, frozen=True):
     """The steps that a leader served in a mode since its last report.
 
-    Without those that took no longer than their loans, whatever they computed.
+    `at_floor` are those that took no longer than their loans, whatever they computed: they say
+    nothing about what tokens cost, but they show that the rank keeps its pace. `sums` are the rest.
     """
 
     mode: Mode
     width: int
     sums: StepSums
+    at_floor: StepSums = StepSums()

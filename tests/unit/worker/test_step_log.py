@@ -63,14 +63,15 @@ def test_it_knows_how_long_steps_of_a_size_usually_take() -> None:
     assert log.usual_s(Plan(64), 1) is None
 
 
-def test_steps_that_only_waited_for_loans_are_left_out() -> None:
+def test_steps_that_only_waited_for_loans_are_counted_apart() -> None:
     """Up to 5 % above the floor; what takes longer computes."""
     log, now = StepLog(), 0
     for tokens, took_ms in ((1, 80), (64, 83), (1_024, 93), (2_048, 183)):
         log.ended(Plan(tokens), 1, now, now + took_ms * MS, 80_000)
         now += took_ms * MS
     (served,) = log.take()
-    assert served.sums.steps == 2
+    assert (served.sums.steps, served.at_floor.steps) == (2, 2)
+    assert served.at_floor.n / served.at_floor.y == pytest.approx(1 / 0.0815, rel=0.01)
     line = fit(served.sums)
     assert line is not None
     assert line.seconds(2_048, 0) == pytest.approx(0.183, rel=0.01)
