@@ -10,7 +10,6 @@ and all ranks must have synchronized on that.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
+from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.peers import map_peers
 from kvadaptor.transfer.unit_copy import Copier, Copies, MoveError, Units, make_copier
 
@@ -25,7 +25,6 @@ __all__ = [
     "CopiesBySource",
     "ExchangeMover",
     "MoveError",
-    "MoveStats",
     "Mover",
     "PeerMover",
     "Round",
@@ -42,27 +41,10 @@ Round = Mapping[int, CopiesBySource]
 STAGING_BYTES = 256 << 20
 """Memory of an `ExchangeMover`: two halves used in turn, each for sending and receiving."""
 
-Finish = Callable[[], "MoveStats"]
+Finish = Callable[[], MoveStats]
 """Waits until this rank's copies have arrived, and returns their statistics."""
 
 _NOTHING: CopiesBySource = {}
-
-
-@dataclass(frozen=True, slots=True)
-class MoveStats:
-    """The traffic of one call into this rank: bytes from other ranks, own bytes, seconds."""
-
-    link_bytes: int
-    local_bytes: int
-    seconds: float
-
-    def plus(self, other: "MoveStats") -> "MoveStats":
-        """Return the sums of both."""
-        return MoveStats(
-            self.link_bytes + other.link_bytes,
-            self.local_bytes + other.local_bytes,
-            self.seconds + other.seconds,
-        )
 
 
 class Mover(Protocol):

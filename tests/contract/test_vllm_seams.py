@@ -43,7 +43,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
 from comm_pool.layout import Mode  # noqa: E402
-from kvadaptor.translate import SlotTable, translate  # noqa: E402
+from kvadaptor.slot_table import SlotTable  # noqa: E402
+from kvadaptor.translate import translate  # noqa: E402
 from kvadaptor.views import KVBuffer  # noqa: E402
 from tests.harness.kv.slots import slot_byte_range, slot_index  # noqa: E402
 from tests.harness.vllm.mode_schedulers import base_config  # noqa: E402

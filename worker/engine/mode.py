@@ -9,7 +9,8 @@ from vllm.config import VllmConfig
 
 from comm_pool.layout import Group, Mode, StepMode
 from comm_pool.pool import Communicator
-from kvadaptor.translate import SlotTable, translate
+from kvadaptor.slot_table import SlotTable
+from kvadaptor.translate import translate
 from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
 from worker.engine.scheduling.scheduler import ModeScheduler

@@ -4,9 +4,6 @@ Random tokens serve as well as sentences: a faulty layer changes the prediction 
 no tokenizer is needed. Pure; `probe_steps` makes steps of the texts.
 """
 
-import math
-from collections.abc import Sequence
-
 TEXTS = 2
 TEXT_TOKENS_MAX = 32
 """Maximum tokens of a text; fewer if a KV block is smaller, because a text stays within one."""
@@ -26,9 +23,6 @@ ERROR_MAX_ROUGH_NATS = 0.5
 Modes scale different parts of activations; a little noise routes some tokens to other experts.
 """
 
-ERROR_TOP_NATS = 1e6
-"""Reported instead of infinity and NaN."""
-
 
 def probe_texts(vocabulary: int, tokens_max: int) -> tuple[tuple[int, ...], ...]:
     """Return (TEXTS, T) token ids below `vocabulary`, the same on every rank.
@@ -47,19 +41,6 @@ def error_max_nats(dtype: str, *, is_quantized: bool, has_experts: bool = False)
     if is_quantized or (has_experts and dtype != "float32"):
         return ERROR_MAX_ROUGH_NATS
     return ERROR_MAX_NATS.get(dtype, ERROR_MAX_NATS["bfloat16"])
-
-
-def error_nats(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the mean absolute difference of log-probabilities from the reference.
-
-    It is not the difference of the losses, in which errors cancel. Values that are missing or not
-    finite count as ERROR_TOP_NATS.
-    """
-    if len(values) != len(reference) or not reference:
-        return ERROR_TOP_NATS
-    pairs = zip(values, reference, strict=True)
-    error = sum(abs(value - wanted) for value, wanted in pairs) / len(reference)
-    return min(error, ERROR_TOP_NATS) if math.isfinite(error) else ERROR_TOP_NATS
 
 
 def _scattered(number: int) -> int:

@@ -25,8 +25,8 @@ from comm_pool.layout import Mode, Rank, StepMode
 from comm_pool.mailbox import RankMailbox
 from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
+from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.movers import Mover
-from kvadaptor.translate import SlotTable
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.engine.calibrate import measure_steps, settle_parts
 from worker.engine.config import ModeKey, mode_config

@@ -6,7 +6,9 @@ compared with dp. It probes after switches if configured, and when a group first
 process that started later and has only computed alone. The coordinator decides what to do.
 """
 
+import math
 import time
+from collections.abc import Sequence
 
 import structlog
 
@@ -15,13 +17,28 @@ from comm_pool.layout import Group, Rank, StepMode, step_name
 from coordinator.protocol.messages.rank import Directive, Probed
 from coordinator.protocol.terms import Binding
 from worker.engine.mode import PreparedMode
-from worker.engine.probe import error_nats
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import Step
 from worker.rank.runtime import GroupRuntime
 
 log = structlog.get_logger()
+
+ERROR_TOP_NATS = 1e6
+"""Reported instead of infinity and NaN."""
+
+
+def error_nats(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the mean absolute difference of log-probabilities from the reference.
+
+    It is not the difference of the losses, in which errors cancel. Values that are missing or not
+    finite count as ERROR_TOP_NATS.
+    """
+    if len(values) != len(reference) or not reference:
+        return ERROR_TOP_NATS
+    pairs = zip(values, reference, strict=True)
+    error = sum(abs(value - wanted) for value, wanted in pairs) / len(reference)
+    return min(error, ERROR_TOP_NATS) if math.isfinite(error) else ERROR_TOP_NATS
 
 
 class QuarantineProbe:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from worker.engine.probe import ERROR_TOP_NATS, TEXTS, error_max_nats, error_nats, probe_texts
+from worker.engine.probe import TEXTS, error_max_nats, probe_texts
+from worker.rank.quarantine_probe import ERROR_TOP_NATS, error_nats
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(512, 32), (128_256, 16), (7, 64)])

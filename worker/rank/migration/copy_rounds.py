@@ -20,7 +20,8 @@ import structlog
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.reshard.terms import UnitCopies
-from kvadaptor.transfer.movers import MoveStats, PeerMover, by_source
+from kvadaptor.transfer.move_stats import MoveStats
+from kvadaptor.transfer.movers import PeerMover, by_source
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.handover import CachedChain
 from worker.rank.migration.copy_thread import CopyThread

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from kvadaptor.transfer.movers import Finish, MoveStats, Round
+from kvadaptor.transfer.move_stats import MoveStats
+from kvadaptor.transfer.movers import Finish, Round
 from worker.engine.rank_engine import RankEngine
 
 _Start = tuple[Finish, Callable[[], None]]

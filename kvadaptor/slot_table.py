@@ -1,0 +1,66 @@
+"""A rank's table of one group: logical blocks of the group -> physical slots of this rank. Pure.
+
+A group's scheduler numbers logical blocks; every rank keeps its own table to physical slots, so
+ranks never need equal block ids.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvadaptor.pages import distinct
+
+UNMAPPED = -1
+"""Table entry of a logical block without a page so far."""
+
+
+class SlotTable:
+    """Logical block -> physical slot of one group on one rank; int32, one entry per block.
+
+    A group mostly gets the same pages under the same indices again, so `unmap` leaves an index's
+    entries in place, and the next lease writes only what differs.
+    """
+
+    def __init__(self, num_pages: int, slots_per_page: int) -> None:
+        self.slots_per_page = slots_per_page
+        self._slots: npt.NDArray[np.int32] = np.full(
+            num_pages * slots_per_page, UNMAPPED, dtype=np.int32
+        )
+        self._by_index = self._slots.reshape(num_pages, slots_per_page)
+        self._by_index[0] = np.arange(slots_per_page)
+        # The page whose slots an index covers in order; UNMAPPED if it is not a single page's.
+        self._page: npt.NDArray[np.int64] = np.full(num_pages, UNMAPPED, dtype=np.int64)
+        self._leased: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)
+        self._leased[0] = True
+
+    def map(self, indices: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Map lease indices to pages."""
+        self._leased[indices] = True
+        changed = self._page[indices] != pages
+        if not changed.any():
+            return
+        indices, pages = indices[changed], pages[changed]
+        self._page[indices] = pages
+        first = pages.astype(np.int32)[:, None] * self.slots_per_page
+        self._by_index[indices] = first + np.arange(self.slots_per_page, dtype=np.int32)
+
+    def assign(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
+        """Map all logical blocks of some lease indices to any slots that the rank has leased."""
+        indices = distinct(blocks // self.slots_per_page, self._page.size)
+        self._leased[indices] = True
+        self._page[indices] = UNMAPPED
+        self._slots[blocks] = slots
+
+    def all_slots(self) -> npt.NDArray[np.int32]:
+        """Return the current table, (logical blocks,); only entries of leased indices are valid."""
+        return self._slots.copy()
+
+    def unmap(self, indices: npt.NDArray[np.int64]) -> None:
+        """Give up lease indices."""
+        self._leased[indices] = False
+
+    def slots(self, blocks: list[int]) -> list[int]:
+        """Return the physical slots of logical blocks; asserts that all are leased."""
+        numbers = np.asarray(blocks, dtype=np.int64)
+        leased = self._leased[numbers // self.slots_per_page]
+        assert leased.all(), "a step uses a block that is not leased."
+        return self._slots[numbers].tolist()  # type: ignore[no-any-return]
