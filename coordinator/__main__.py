@@ -9,6 +9,7 @@ from coordinator.admin.key import AdminKeyError
 from coordinator.process import admin_key, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.logs import set_up_logging
+from coordinator.protocol.sized_goals import with_sized_goals
 from coordinator.server.server import ListenError
 
 USAGE_STATUS = 2
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
     try:
-        config = load_config(options.config)
+        config = with_sized_goals(load_config(options.config))
         token = shared_token()
         key = admin_key(config.admin.host)
     except (ConfigError, AdminKeyError) as error:

@@ -13,6 +13,7 @@ from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
+from coordinator.protocol.sized_goals import with_sized_goals
 from gateway.environment import API_KEY, dropped_names, settle
 from gateway.telemetry.logs import set_up_logging
 
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--log", choices=("json", "console"), default="json")
     options = parser.parse_args()
     try:
-        config = load_config(options.config)
+        config = with_sized_goals(load_config(options.config))
         token = shared_token()
         check_model(config, weights=False, fetch=ask_nobody)
     except ConfigError as error:

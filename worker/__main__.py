@@ -12,6 +12,7 @@ from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
 from coordinator.protocol.nccl import check_nccl
+from coordinator.protocol.sized_goals import with_sized_goals
 
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -37,7 +38,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     os.environ.update(FIXED_ENVIRONMENT)
     try:
-        config = load_config(args.config)
+        config = with_sized_goals(load_config(args.config))
         if args.command == "serve":
             shared_token()
         set_up_logging()

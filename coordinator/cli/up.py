@@ -32,6 +32,7 @@ from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
+from coordinator.protocol.sized_goals import with_sized_goals
 
 STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
 """Processes in stop order, and how long each may take; the gateway lets streams in flight
@@ -59,6 +60,7 @@ def run_up(options: argparse.Namespace) -> int:
             os.environ.pop(API_KEY_ENV, None)
         config = build_config(options, machine)
         check_files(config)
+        config = _with_goals(config)
         for each in options.notes:
             print(f"aileron: {each}", file=sys.stderr)
         _require_free_ports(config)
@@ -106,6 +108,14 @@ def check_files(config: Config) -> ModelFiles:
         return check_model(config, memory=memory)
     except ConfigError as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
+
+
+def _with_goals(config: Config) -> Config:
+    """Settle the objectives here: the cell's processes ask nobody for a config.json."""
+    try:
+        return with_sized_goals(config)
+    except ConfigError as error:
+        raise CliError(str(error), USAGE_STATUS) from error
 
 
 def _require_free_ports(config: Config) -> None:

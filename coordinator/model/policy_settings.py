@@ -23,7 +23,7 @@ class TierGoal:
 
 
 DEFAULT_GOALS = {
-    Tier.INTERACTIVE: TierGoal(0.5, 0.05, weight=2.0),
+    Tier.INTERACTIVE: TierGoal(0.5, 0.03, weight=2.0),
     Tier.STANDARD: TierGoal(2.0, 0.1),
     # Batch work that waits is not lost.
     Tier.BATCH: TierGoal(weight=0.25),

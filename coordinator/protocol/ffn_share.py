@@ -1,4 +1,4 @@
-"""The share of a model's weights in its feed-forward layers and experts, from config.json. Pure.
+"""How many weights a model has, and the share of its feed-forward layers. From config.json. Pure.
 
 All served families have gated layers: three matrices for each, or for each expert.
 """
@@ -16,6 +16,18 @@ def ffn_share(config: Mapping[str, Any]) -> float | None:
     It counts elements. Where a checkpoint stores linear layers in fewer bits than embeddings, the
     share of the bytes is a little smaller.
     """
+    ffn, rest = _elements(config) or (0, 0)
+    return ffn / (ffn + rest) if ffn + rest > 0 else None
+
+
+def billions_of(config: Mapping[str, Any]) -> float | None:
+    """Return about how many billion weights the model has; None if that is unknown."""
+    elements = _elements(config)
+    return sum(elements) / 1e9 if elements is not None else None
+
+
+def _elements(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the elements of feed-forward layers, and of the other matrices."""
     try:
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
@@ -31,7 +43,7 @@ def ffn_share(config: Mapping[str, Any]) -> float | None:
         return None
     ffn = layers * _MATRICES * hidden * inner * max(1, experts)
     rest = layers * attention + embeddings * (1 if config.get("tie_word_embeddings") else 2)
-    return ffn / (ffn + rest) if ffn + rest > 0 else None
+    return ffn, rest
 
 
 def whole_share(config: Mapping[str, Any], whole_layers: int) -> float:

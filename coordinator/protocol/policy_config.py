@@ -1,8 +1,10 @@
 """Configuration of objectives and policy: goals of the tiers, and how soon layouts may change."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TIERS = ("interactive", "standard", "batch")
 
 
 class _Frozen(BaseModel):
@@ -18,12 +20,42 @@ class SloTarget(_Frozen):
     """Longest mean time per output token of one stream."""
 
 
+class SizedSlo(_Frozen):
+    """The objectives of large models; tiers that it leaves out keep those of `slo`."""
+
+    billions_min: float = Field(gt=0)
+    """It applies to models of at least this many billion weights."""
+    interactive: SloTarget | None = None
+    standard: SloTarget | None = None
+    batch: SloTarget | None = None
+
+
 class SloConfig(_Frozen):
     """The objectives of all tiers, for metrics and for the adaptive policy."""
 
-    interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=50)
+    interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=30)
     standard: SloTarget = SloTarget(ttft_ms=2_000, tpot_ms=100)
     batch: SloTarget = SloTarget()
+    sizes: tuple[SizedSlo, ...] = ()
+    """Other objectives by the model's size, so that cells of several models share one file; of
+    those that apply, the one with the largest `billions_min` counts."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        sizes = [each.billions_min for each in self.sizes]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError("slo.sizes names a billions_min twice: keep one of the two.")
+        return self
+
+    def of_size(self, billions: float) -> "SloConfig":
+        """Return the objectives of a model of this many billion weights, without `sizes`."""
+        fitting = [each for each in self.sizes if each.billions_min <= billions]
+        if not fitting:
+            return self.model_copy(update={"sizes": ()})
+        largest = max(fitting, key=lambda each: each.billions_min)
+        given = {tier: getattr(largest, tier) for tier in TIERS}
+        kept = {tier: target for tier, target in given.items() if target is not None}
+        return self.model_copy(update={**kept, "sizes": ()})
 
 
 class TierConfig(_Frozen):

@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coordinator.protocol.metrics_wire import DURATION, TPOT, TTFT
-from coordinator.protocol.policy_config import SloConfig
+from coordinator.protocol.policy_config import TIERS, SloConfig
 from coordinator.telemetry import exposition
 from coordinator.telemetry.core_metrics import CoreMetrics
 from coordinator.telemetry.metrics_aggregator import MetricsAggregator
@@ -127,7 +127,8 @@ class _CellCollector(Collector):
         targets = GaugeMetricFamily(
             "aileron_slo_target_seconds", "The objectives of each tier.", labels=("tier", "measure")
         )
-        for tier, target in self._facts.slo:
+        for tier in TIERS:
+            target = getattr(self._facts.slo, tier)
             for measure, value_ms in (("ttft", target.ttft_ms), ("tpot", target.tpot_ms)):
                 if value_ms is not None:
                     targets.add_metric((tier, measure), value_ms / 1_000)

@@ -33,7 +33,7 @@ def test_a_preset_is_the_same_load_every_time(load: Load, server: FakeServer) ->
         "interactive", "standard", "batch",
     }  # fmt: skip
     assert all(body["ignore_eos"] is True for body in server.bodies)
-    assert first["slos"]["interactive"] == {"ttft_ms": 500, "tpot_ms": 50}
+    assert first["slos"]["interactive"] == {"ttft_ms": 500, "tpot_ms": 30}
     assert first["plan"]["preset"] == "mixed"
     server.bodies.clear()
     again = load(*PRESET)

@@ -7,7 +7,7 @@ from coordinator.protocol.policy_config import SloConfig, SloTarget
 
 
 def test_the_tightest_goal_that_is_not_of_batches_counts_by_half() -> None:
-    assert floor_goal_s(SloConfig()) == pytest.approx(0.025)
+    assert floor_goal_s(SloConfig()) == pytest.approx(0.015)
     only_batches = SloConfig(
         interactive=SloTarget(), standard=SloTarget(ttft_ms=100), batch=SloTarget(tpot_ms=10)
     )
