@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.harness.vllm import kept_rows
+from tests.harness.vllm.quantized_models import plain_model
 from tests.harness.vllm.reference_catalog import ENTRIES, Entry
 from tests.harness.vllm.reference_files import (
     FOLDER,
@@ -45,7 +46,7 @@ def drawn() -> Entry:
 @pytest.mark.timeout(300)
 def test_the_reference_of_the_day_is_what_plain_vllm_computes(tmp_path: Path) -> None:
     entry = drawn()
-    model = model_of(entry.model, tmp_path)
+    model = plain_model(entry.model, tmp_path)
     kept, fresh = load(entry, model), compute(entry, model, tmp_path)
     if entry.kind == "logits":
         rows = {name: kept.pop(name) for name in kept_rows.NAMES}
@@ -64,7 +65,7 @@ def test_the_reference_of_the_day_is_what_plain_vllm_computes(tmp_path: Path) ->
 
 def test_every_entry_has_a_file_and_every_file_an_entry(tmp_path: Path) -> None:
     """Each is found under the hash of what it was made of: models made here are those."""
-    models = {name: model_of(name, tmp_path) for name in {entry.model for entry in ENTRIES}}
+    models = {name: plain_model(name, tmp_path) for name in {entry.model for entry in ENTRIES}}
     expected = {path_of(entry, models[entry.model]) for entry in ENTRIES}
     assert set(FOLDER.iterdir()) == expected
     for entry in ENTRIES:

@@ -5,15 +5,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness.vllm.quantized_models import KINDS, write_quantized
+from tests.harness.vllm.quantized_models import plain_model
 from tests.harness.vllm.reference_catalog import CATALOG
 from tests.harness.vllm.reference_files import FOLDER, compute, save
-from tests.harness.vllm.tiny_models import model_of
-
-
-def plain_model(name: str, folder: Path) -> Path:
-    """The model of a name; of a quantized one, that with the weights which it means."""
-    return write_quantized(folder, name)[1] if name in KINDS else model_of(name, folder)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from tests.harness.vllm.tiny_models import LONG, make_model
+from tests.harness.vllm.tiny_models import LONG, make_model, model_of
 
 BITS, PER_WORD = 4, 8
 GROUP = 32
@@ -76,6 +76,11 @@ def write_quantized(folder: Path, kind: str) -> tuple[Path, Path]:
     config["quantization_config"] = CONFIGS[kind]
     (quantized / "config.json").write_text(json.dumps(config))
     return quantized, plain
+
+
+def plain_model(name: str, folder: Path) -> Path:
+    """The model of a name; of a quantized one, that with the weights which it means."""
+    return write_quantized(folder, name)[1] if name in KINDS else model_of(name, folder)
 
 
 def _packed(values: torch.Tensor, order: tuple[int, ...] = tuple(range(PER_WORD))) -> torch.Tensor:
