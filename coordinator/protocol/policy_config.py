@@ -54,8 +54,8 @@ class SloConfig(_Frozen):
             return self.model_copy(update={"sizes": ()})
         largest = max(fitting, key=lambda each: each.billions_min)
         given = {tier: getattr(largest, tier) for tier in TIERS}
-        kept = {tier: target for tier, target in given.items() if target is not None}
-        return self.model_copy(update={**kept, "sizes": ()})
+        changed = {tier: target for tier, target in given.items() if target is not None}
+        return self.model_copy(update={**changed, "sizes": ()})
 
 
 class TierConfig(_Frozen):

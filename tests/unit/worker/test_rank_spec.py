@@ -31,7 +31,7 @@ def spec_of(**cell: object) -> RankSpec:
 
 def test_ranks_that_borrow_serve_alone_and_in_the_widest_groups() -> None:
     halves = spec_of(weight_parts=2, whole_layers="auto")
-    assert (halves.borrow, halves.whole_layers, halves.floor_goal_s) == ("ffn", "auto", 0.025)
+    assert (halves.borrow, halves.whole_layers, halves.floor_goal_s) == ("ffn", "auto", 0.015)
     assert modes_widths(halves) == (1, 4)
     assert modes_widths(spec_of(weight_parts=2, borrow="all")) == (1, 4)
     assert modes_widths(spec_of(weight_parts=2, borrow="none")) == (4,)
