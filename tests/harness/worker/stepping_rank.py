@@ -49,7 +49,7 @@ class Scheduler:
     def has_requests(self) -> bool:
         return self.busy
 
-    def plan_step(self, _settle: Any) -> Any:
+    def plan_step(self, _settle: Any, _pace_tokens: int | None = None) -> Any:
         self.events.append("plan")
         tokens = 0 if self.is_empty else 1
         return SimpleNamespace(
@@ -70,6 +70,9 @@ class PreparedMode:
         self.loans = None
         self.results: list[Result] = []
         self.computed = 0
+
+    def pace_tokens(self, _group: Group) -> int | None:
+        return None
 
     def mode_of_step(self, group: Group, _tokens: int) -> Any:
         return group.mode
