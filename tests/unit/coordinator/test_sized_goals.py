@@ -10,7 +10,7 @@ from coordinator.protocol.config import ConfigError, check_config, dump_config, 
 from coordinator.protocol.ffn_share import billions_of
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.sized_goals import with_sized_goals
-from tests.unit.coordinator.test_ffn_share import QWEN3_30B_A3B, QWEN3_32B
+from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B
 
 SIZES = [
     {"billions_min": 20, "interactive": {"ttft_ms": 450, "tpot_ms": 40}},
