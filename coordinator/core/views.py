@@ -6,6 +6,7 @@ Plain dictionaries of numbers, texts and lists; reading changes nothing. The cor
 from collections import Counter
 
 from comm_pool.layout import Mode, Rank, format_layout
+from coordinator.model.cost_model import floors_us
 from coordinator.model.records import Decision, SwitchRecord
 from coordinator.protocol.messages.rank import Probed, RankHello
 from coordinator.protocol.terms import Binding, Tier
@@ -86,17 +87,25 @@ def decision_view(decision: Decision) -> View:
 
 
 def step_times_view(roster: Roster) -> View:
-    """Return step times by width and mode, as measured by the lowest rank that has any."""
+    """Return step times by width and mode, as measured by the lowest rank that has any.
+
+    Ranks may differ in their loans and in their KV memory: the longest floor and the smallest KV
+    memory of all ranks count.
+    """
     record = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
+    hellos = [roster[rank].hello for rank in roster]
+    times_of_all = [times for hello in hellos for times in hello.step_times]
     return {
         "step_times": [
             {
                 "width": times.width,
                 "sp_from_tokens": times.sp_from_tokens,
                 "mixed_from_tokens": dict(times.mixed_from_tokens),
-                "floor_ms": {mode: us / 1000 for mode, us in times.floor_us},
+                "floor_ms": {
+                    mode: us / 1000 for mode, us in floors_us(times_of_all, times.width).items()
+                },
                 "pace_tokens": dict(times.pace_tokens),
-                "kv_tokens": kv_tokens([record.hello], times.width) if record else 0,
+                "kv_tokens": kv_tokens(hellos, times.width),
                 "curves": {
                     mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
                     for mode, points in times.curves

@@ -91,10 +91,9 @@ class StepFits:
     Steps at their floor are no part of a line: it would be flat.
     """
 
-    __slots__ = ("_floors_s", "_lines", "_priors", "_served")
+    __slots__ = ("_lines", "_priors", "_served")
 
     def __init__(self) -> None:
-        self._floors_s: dict[tuple[Mode, int], float] = {}
         self._priors: dict[tuple[Mode, int], StepSums] = {}
         self._served: dict[tuple[Mode, int], StepSums] = {}
         self._lines: dict[tuple[Mode, int], StepLine] = {}
@@ -108,10 +107,6 @@ class StepFits:
         """Return the line of a mode and width, or None if it is unknown."""
         return self._lines.get((mode, width))
 
-    def floor_s(self, mode: Mode, width: int) -> float:
-        """Return the least time of a step in seconds; 0 if steps of this mode borrow nothing."""
-        return self._floors_s.get((mode, width), 0.0)
-
     def add_curves(self, times: Sequence[WidthTimes], context_share: float = 0.0) -> None:
         """Add the curves of a start-up.
 
@@ -124,9 +119,6 @@ class StepFits:
                 if name not in set(Mode):
                     continue  # Layouts of mixed groups are no candidates.
                 mode, floor_us = Mode(name), floors_us.get(name, 0)
-                # Ranks may hold different numbers of whole layers: the slowest decides.
-                key = mode, each.width
-                self._floors_s[key] = max(floor_us * 1e-6, self._floors_s.get(key, 0.0))
                 shortest_s = min(us for _, us in points) * 1e-6
                 if floor_us:
                     shortest_s = _shortest_s(times, each.width) or shortest_s
@@ -157,6 +149,20 @@ class StepFits:
         line = fit(total)
         if line is not None and (line.base_s > 0 or line.token_s > 0):
             self._lines[key] = line
+
+
+def floors_us(times: Iterable[WidthTimes], width: int) -> dict[str, int]:
+    """Return the floor of each mode of this width that borrows, in microseconds.
+
+    `times` are those of all ranks that count. They may hold different numbers of whole layers, so
+    the one with the longest loans decides: any group may have it as a member.
+    """
+    longest: dict[str, int] = {}
+    for each in times:
+        if each.width == width:
+            for name, floor_us in each.floor_us:
+                longest[name] = max(floor_us, longest.get(name, 0))
+    return longest
 
 
 def _above(points: Sequence[tuple[int, int]], floor_us: int) -> list[tuple[float, float]]:

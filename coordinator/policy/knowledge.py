@@ -13,6 +13,7 @@ from coordinator.model.cost_model import (
     GroupCost,
     StepFits,
     SwitchCost,
+    floors_us,
 )
 from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.model.step_line import StepLine
@@ -127,14 +128,16 @@ class Knowledge:
         prefill = self._line(large, width) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
+        # By the ranks that are alive: one that restarts may have other whole layers than before.
+        floors = floors_us((times for hello in hellos for times in hello.step_times), width)
         return GroupCost(
             decode=decode,
             prefill=prefill,
             capacity_tokens=kv_tokens(hellos, width),
             tasks_max=hellos[0].max_tasks,
             chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
-            floor_s=self._fits.floor_s(small, width),
-            prefill_floor_s=self._fits.floor_s(large, width),
+            floor_s=floors.get(small, 0) * 1e-6,
+            prefill_floor_s=floors.get(large, 0) * 1e-6,
         )
 
     def _line(self, mode: Mode, width: int) -> StepLine | None:

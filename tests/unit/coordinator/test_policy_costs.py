@@ -116,19 +116,6 @@ def test_a_line_goes_through_the_steps_above_the_floor() -> None:
     assert line.seconds(1_024, 0) == pytest.approx(0.0934, rel=0.01)
     assert line.seconds(8_192, 0) == pytest.approx(0.716, rel=0.01)
     assert line.seconds(64, 0) < 0.02, "what it computes, without its loans"
-    assert fits.floor_s(Mode.DP, 1) == pytest.approx(0.08)
-    assert fits.floor_s(Mode.TP, 2) == 0.0
-    assert fits.floor_s(Mode.SP, 2) == 0.0
-
-
-def test_the_rank_with_the_longest_loans_decides_about_the_floor() -> None:
-    """A source of weights has none, and may report first or last."""
-    source = WidthTimes(1, ((Mode.DP, ((1, 20_000), (1_024, 93_000))),))
-    first, last = StepFits(), fits_of(DP_THAT_BORROWS)
-    first.add_curves([source])
-    first.add_curves([WidthTimes(1, ((Mode.DP, DP_THAT_BORROWS),), floor_us=((Mode.DP, 80_000),))])
-    last.add_curves([source])
-    assert first.floor_s(Mode.DP, 1) == last.floor_s(Mode.DP, 1) == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,18 @@ def test_the_view_has_each_width_once() -> None:
     assert step_times_view(Roster(4)) == {"step_times": [], "borrowing_bytes": {}}
 
 
+def test_the_rank_with_the_longest_loans_and_the_one_with_fewest_pages_count() -> None:
+    """Rank 0 has whole layers and so neither loans nor much room; rank 1 has both."""
+    curves = (("dp", ((1, 9_000),)),)
+    made = Roster(2)
+    for rank, (floors, pages) in enumerate([((), 11), ((("dp", 69_000),), 21)]):
+        times = (WidthTimes(1, curves, floor_us=floors),)
+        own = hello(rank, pages_total=pages)
+        made.on_hello(msgspec.structs.replace(own, step_times=times), 0)
+    (one,) = told(made)
+    assert (one["floor_ms"], one["kv_tokens"]) == ({"dp": 69.0}, 160)
+
+
 def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
     one, four = told()
     text = step_times_text(four)
