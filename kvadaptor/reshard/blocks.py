@@ -24,10 +24,10 @@ class Blocks:
     """All distinct blocks of a component, numbered 0..N-1 by old group and its leader's slot.
 
     `chains` are all chains in input order, `numbers` their (size,) block numbers; blocks of equal
-    content have the same number. `source` is (U, N): the flat unit `(rank - first)·P·U + unit`
-    from which unit-head h of a block is best read. `used` and `touchable` are (U, P): the pages
-    per rank that hold a chain's slot, and those and the free ones, which may be written and
-    leased. `starts` is the first block number of each old group.
+    content have the same number. P counts the pages of the rank with most. `source` is (U, N): the
+    flat unit `(rank - first)·P·U + unit` from which unit-head h of a block is best read. `used` and
+    `touchable` are (U, P): the pages per rank that hold a chain's slot, and those and the free
+    ones, which may be written and leased. `starts` is the first block number of each old group.
     """
 
     units: int
@@ -48,22 +48,24 @@ class Blocks:
 def read_blocks(given: ReshardInput) -> Blocks:
     """Check the input and number its blocks; raises `ReshardError`."""
     units, first = _check_groups(given)
-    size = (units, given.num_pages)
+    most = max(given.num_pages.values())
+    size = (units, most)
     free, used = (np.zeros(size, dtype=np.bool_) for _ in range(2))
     for rank, pages in given.free.items():
         if not first <= rank < first + units:
             raise ReshardError(f"rank {rank} is not in the component.")
-        _check_range(pages, given.num_pages, f"a page of rank {rank}")
+        _check_range(pages, given.num_pages[rank], f"a page of rank {rank}")
         free[rank - first, pages] = True
     sources: list[Ints] = []
     numbers: list[Ints] = []
     total = 0
     for group in given.old:
         lead = group.ranks[0] - first
-        distinct, of_chains = _number(group.chains, len(group.ranks), given.num_pages, total)
+        pages_of_members = [given.num_pages[rank] for rank in group.ranks]
+        distinct, of_chains = _number(group.chains, pages_of_members, total)
         for place, slots in enumerate(distinct):
             used[lead + place, slots // len(group.ranks)] = True
-        sources.append(_units_of(distinct, lead, units, given.num_pages))
+        sources.append(_units_of(distinct, lead, units, most))
         numbers += of_chains
         total += distinct.shape[1]
     if (used & free).any():
@@ -101,7 +103,9 @@ def _check_groups(given: ReshardInput) -> tuple[int, int]:
         raise ReshardError("no old or new group spans the component.")
     if given.num_kv_heads % units:
         raise ReshardError(f"{units} ranks do not share {given.num_kv_heads} KV heads evenly.")
-    if given.num_pages < 1 or given.rounds_max < 1:
+    if given.num_pages.keys() != set(spans[0]):
+        raise ReshardError("the number of pages is not known of exactly the component's ranks.")
+    if min(given.num_pages.values()) < 1 or given.rounds_max < 1:
         raise ReshardError("a rank has at least page 0, and a plan at least one round.")
     return units, spans[0][0]
 
@@ -112,12 +116,14 @@ def _check_range(pages: Ints, num_pages: int, what: str) -> None:
 
 
 def _number(
-    chains: Sequence[Chain], width: int, num_pages: int, first: int
+    chains: Sequence[Chain], num_pages: Sequence[int], first: int
 ) -> tuple[Ints, list[Ints]]:
     """Return (k, n) slots of the n distinct blocks, and every chain's block numbers.
 
-    The blocks are numbered from `first` on.
+    `num_pages` are the members' numbers of pages, k of them. The blocks are numbered from `first`
+    on.
     """
+    width = len(num_pages)
     for chain in chains:
         if chain.slots.ndim != 2 or chain.slots.shape[0] != width:
             raise ReshardError(f"chain {chain.id!r} does not have slots of {width} members.")
@@ -126,9 +132,10 @@ def _number(
     if not chains:
         return np.empty((width, 0), dtype=np.int64), []
     slots = np.concatenate([chain.slots for chain in chains], axis=1).astype(np.int64, copy=False)
-    _check_range(slots // width, num_pages, "the page of a slot")
+    for row, pages in zip(slots, num_pages, strict=True):
+        _check_range(row // width, pages, "the page of a slot")
     # Tables over all slots instead of sorting: linear, and a sort of 10,000 blocks takes longer.
-    position = np.full(num_pages * width, -1, dtype=np.int64)
+    position = np.full(num_pages[0] * width, -1, dtype=np.int64)
     position[slots[0]] = np.arange(slots.shape[1])
     leads = np.flatnonzero(position >= 0)
     distinct = slots[:, position[leads]]
@@ -181,7 +188,7 @@ def _merge_equal(
     # If all become one group, unit-head h ends on the rank at place h. If that rank has its own
     # copy, none need be sent to it.
     if len(given.new) == 1:
-        rank_units = given.num_pages * source.shape[0]
+        rank_units = max(given.num_pages.values()) * source.shape[0]
         copies = np.flatnonzero(same != np.arange(same.size))[::-1]  # of several, the first stays
         for head, row in enumerate(source):
             local = row // rank_units == head

@@ -74,15 +74,15 @@ class ReshardInput:
     """One component: the smallest aligned span that contains every old and new affected group.
 
     `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
-    its width is U, which must divide `num_kv_heads` (H). `num_pages` counts the pages of the rank
-    with most, page 0 included. `free` is, per rank, the pages that have no owner or hold no chain's
-    slot. A page in neither `free` nor a chain is never touched. The plan may use the pages of tasks
-    that fall back. It carries cached chains only while it stays within `cached_rounds_max` rounds,
-    or within as many as tasks need without them.
+    its width is U, which must divide `num_kv_heads` (H). `num_pages` counts the pages of each rank,
+    page 0 included; ranks may differ. `free` is, per rank, the pages that have no owner or hold no
+    chain's slot. A page in neither `free` nor a chain is never touched. The plan may use the pages
+    of tasks that fall back. It carries cached chains only while it stays within
+    `cached_rounds_max` rounds, or within as many as tasks need without them.
     """
 
     num_kv_heads: int
-    num_pages: int
+    num_pages: Mapping[int, int]
     old: tuple[OldGroup, ...]
     new: tuple[NewGroup, ...]
     free: Mapping[int, Ints]

@@ -33,6 +33,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         new=new,
         num_heads=units * draw(st.sampled_from([1, 2, 3])),
         num_pages=draw(st.integers(1, 28)),
+        more_pages=draw(st.sampled_from([0, 0, 1, 5, 30])),
         tasks=draw(st.integers(0, 5)),
         cached=draw(st.integers(0, 3)),
         fill=draw(st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0])),

@@ -57,7 +57,9 @@ class QueueAudit:
         return {None: len(queue), **{tier: queue.count(tier) for tier in Tier}}
 
 
-def check_real_plan(manifests: Mapping[Rank, Manifest], target: Target, num_pages: int) -> int:
+def check_real_plan(
+    manifests: Mapping[Rank, Manifest], target: Target, num_pages: Mapping[Rank, int]
+) -> int:
     """Plan the move with the product's planner and check its every promise; return tasks planned.
 
     What ranks really told at this point of the protocol is the input: groups, blocks, free pages.
@@ -79,7 +81,7 @@ def check_real_plan(manifests: Mapping[Rank, Manifest], target: Target, num_page
         old += [OldGroup((rank,)) for rank in component if rank not in covered]
         given = ReshardInput(
             num_kv_heads=HEADS,
-            num_pages=num_pages,
+            num_pages={rank: num_pages[rank] for rank in component},
             old=tuple(sorted(old, key=lambda group: group.ranks)),
             new=tuple(NewGroup(ranks) for ranks in news_here),
             free={rank: _free(manifests[rank], old) for rank in component},

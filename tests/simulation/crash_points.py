@@ -68,7 +68,8 @@ class CrashWorld(World):
         """The switch has been wanted, and is not over."""
         self._times: dict[tuple[str, str], int] = {}
         self._reported: dict[Rank, str] = {}
-        self.num_pages, self.max_tokens, self._two_rounds_every = 40, 48, 1
+        self.num_pages = dict.fromkeys(self.ranks, 40)
+        self.max_tokens, self._two_rounds_every = 48, 1
         self.faults.spins = how == STUCK
         self.faults.shares_memory = how != STUCK
         self.faults.move_fails = 0.0

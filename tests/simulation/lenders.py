@@ -1,8 +1,13 @@
-"""Ranks that read parts of the weights from each other: who lends, and whether that can be read."""
+"""Ranks that read parts of the weights from each other: who lends, and whether that can be read.
 
+Also how many pages each rank has: one that holds more layers whole has less memory for KV.
+"""
+
+import random
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from comm_pool.layout import Group
+from comm_pool.layout import Group, Rank
 from coordinator.model.weight_parts import WeightParts
 from tests.simulation.checkers import check
 from tests.simulation.faults import NARROWEST_OF_PARTS, Faults
@@ -16,6 +21,13 @@ def lent_parts(faults: Faults, seed: int) -> WeightParts:
     """Halves or quarters of the weights, over each four ranks."""
     count = (2, 4)[seed % 2]
     return WeightParts(count, NARROWEST_OF_PARTS, borrows=True, outlive=faults.shares_memory)
+
+
+def draw_pages(seed: int, ranks: Iterable[Rank], fewest: int) -> dict[Rank, int]:
+    """The pages of each rank, alike in every second world; a process keeps its predecessor's."""
+    draw = random.Random(f"pages {seed}")
+    most = draw.choice((0, 0, 2, 17))
+    return {rank: fewest + draw.randint(0, most) for rank in ranks}
 
 
 def check_loans(world: "World", process: "SimRank", group: Group) -> None:

@@ -59,7 +59,7 @@ class SimRank:
         self.rank = rank
         self.incarnation = incarnation
         self.participant = SwitchParticipant(rank, incarnation)
-        self.holdings = Holdings(rank, world.num_pages, incarnation)
+        self.holdings = Holdings(rank, world.num_pages[rank], incarnation)
         self.cohort = cohort
         # Those that start together map each other's boards, and no others.
         self.migration = SimMoving(self, {rank: Board()} if mailboxes is None else mailboxes)

@@ -29,7 +29,7 @@ def hello_of(process: "SimRank") -> RankHello:
         max_model_len_tokens=64,
         tokens_per_slot=BLOCK_TOKENS,
         kv_heads=KV_HEADS,
-        pages_total=process.world.num_pages,
+        pages_total=process.world.num_pages[process.rank],
         held=tuple(
             HeldTask(
                 task.header,

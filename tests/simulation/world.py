@@ -45,7 +45,7 @@ from tests.simulation.faults import (
     Faults,
     draw_settings,
 )
-from tests.simulation.lenders import lent_parts
+from tests.simulation.lenders import draw_pages, lent_parts
 from tests.simulation.memory_of_ranks import MemoryOfRanks
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
@@ -98,14 +98,17 @@ class World:
         if meddle is not None:
             self.faults.meddle = meddle
         self.network = Network(self.rng, self.faults.weather)
-        self.num_pages = self.rng.choice((8, 11, 16, 24, 40))
-        # The longest task just fits a rank that is alone.
-        longest = min(48, 4 * (self.num_pages - 1) - 14)
+        fewest = self.rng.choice((8, 11, 16, 24, 40))
+        # The longest task just fits the smallest rank that is alone.
+        longest = min(48, 4 * (fewest - 1) - 14)
         self.max_tokens = self.rng.choice((4, longest, longest, longest))
         self.steps_ahead = self.rng.choice((1, 2, 2, 9))
         self._two_rounds_every = self.rng.choice((1, 2, 3, 1_000))
         self.stats = Stats()
         self.incarnations = dict.fromkeys(map(Rank, range(WORLD)), 1)
+        self.num_pages = dict.fromkeys(self.incarnations, fewest)
+        if wide or borrow:
+            self.num_pages = draw_pages(seed, self.incarnations, fewest)
         self._stages = StageChecker()
         self.moves = MoveChecker()
         self.steps = OpenSteps(self)

@@ -12,12 +12,16 @@ Tiling = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """How an input is drawn; `fill` is the part of the pages that old groups have."""
+    """How an input is drawn; `fill` is the part of the pages that old groups have.
+
+    A rank has up to `more_pages` pages beyond `num_pages`.
+    """
 
     old: Tiling
     new: Tiling
     num_heads: int
     num_pages: int
+    more_pages: int
     tasks: int
     cached: int
     fill: float
@@ -29,12 +33,16 @@ class Shape:
 
 def draw_input(shape: Shape) -> ReshardInput:
     draw = random.Random(shape.seed)
+    ranks_of_all = [rank for ranks in shape.old for rank in ranks]
+    num_pages = {rank: shape.num_pages + draw.randint(0, shape.more_pages) for rank in ranks_of_all}
     old, free = [], {}
     for number, ranks in enumerate(shape.old):
-        count = round((shape.num_pages - 1) * shape.fill * draw.random())
+        # Members lease equally many pages, so no more than the smallest has.
+        fewest = min(num_pages[rank] for rank in ranks)
+        count = round((fewest - 1) * shape.fill * draw.random())
         slots_of, pages = [], []
         for rank in ranks:
-            order = draw.sample(range(1, shape.num_pages), shape.num_pages - 1)
+            order = draw.sample(range(1, num_pages[rank]), num_pages[rank] - 1)
             mine, others = sorted(order[:count]), order[count:]
             slots = [page * len(ranks) + slot for page in mine for slot in range(len(ranks))]
             if draw.random() < 0.5:
@@ -55,7 +63,7 @@ def draw_input(shape: Shape) -> ReshardInput:
             free[rank] += [page for page in mine if page not in held]
     return ReshardInput(
         num_kv_heads=shape.num_heads,
-        num_pages=shape.num_pages,
+        num_pages=num_pages,
         old=tuple(old),
         new=tuple(NewGroup(ranks) for ranks in shape.new),
         free={rank: np.array(sorted(pages), dtype=np.int64) for rank, pages in free.items()},

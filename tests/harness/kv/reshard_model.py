@@ -74,7 +74,7 @@ class Model:
         memory: Memory = {}
         for group in self.given.old:
             for rank in group.ranks:
-                for unit in range(self.units * self.given.num_pages):
+                for unit in range(self.units * self.given.num_pages[rank]):
                     memory[Unit(rank, unit)] = ("junk", rank, unit)
         for chain_id, (number, chain) in self.chains.items():
             group = self.given.old[number]
@@ -204,6 +204,7 @@ def check_writes(model: Model, plan: ReshardPlan, rounds: list[list[Copy]]) -> N
         for rank, row in zip(lease.ranks, lease.pages.tolist(), strict=True)
         for page in row
     }
+    assert all(page < model.given.num_pages[rank] for rank, page in leased), "there is no such page"
     targets = [copy.target for copies in rounds for copy in copies]
     assert len(set(targets)) == len(targets), "a unit is written twice"
     assert {(rank, unit // model.units) for rank, unit in targets} <= leased

@@ -37,7 +37,7 @@ def asked(
 ) -> ReshardInput:
     given = ReshardInput(
         num_kv_heads=8,
-        num_pages=64,
+        num_pages={rank: 64 for ranks in new for rank in ranks},
         old=tuple(old),
         new=tuple(NewGroup(tuple(ranks)) for ranks in new),
         free={rank: np.array(pages, dtype=np.int64) for rank, pages in free.items()},
@@ -246,6 +246,11 @@ GOOD = chain("a", [3])
         asked([tp2(chain("a", [4, 5], [4, 4]))], [(0, 1)], {}),
         asked([tp2(chain("a", [4], [4]), chain("b", [4], [5]))], [(0, 1)], {}),
         asked([dp(0, GOOD)], [(0,)], {}, rounds_max=0),
+        asked([dp(0, GOOD), dp(1)], [(0, 1)], {}, num_pages={0: 3, 1: 64}),
+        asked([dp(0), dp(1, GOOD)], [(0, 1)], {0: [3]}, num_pages={0: 3, 1: 64}),
+        asked([tp2(chain("a", [4], [8]))], [(0, 1)], {}, num_pages={0: 64, 1: 4}),
+        asked([dp(0, GOOD), dp(1)], [(0, 1)], {}, num_pages={0: 64}),
+        asked([dp(0, GOOD), dp(1)], [(0, 1)], {}, num_pages={0: 64, 1: 0}),
     ],
 )
 def test_inputs_that_cannot_be_are_refused(given: ReshardInput) -> None:

@@ -50,10 +50,16 @@ def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) ->
     return TaskSnapshot(header, 1, 3, b"", state)
 
 
-def dp(rank: int, *led: TaskSnapshot, chains: tuple[CachedChain, ...] = ()) -> Manifest:
-    """A rank alone with all its pages but 10 and 11, which are nobody's."""
+def dp(
+    rank: int,
+    *led: TaskSnapshot,
+    chains: tuple[CachedChain, ...] = (),
+    num_pages: int = PAGES,
+) -> Manifest:
+    """A rank alone with all its pages but the last two, which are nobody's."""
     none = np.zeros(0, dtype=np.int32)
-    return Manifest(rank, (rank,), 3, np.arange(1, 10), none, ints(10, 11), {}, led, chains)
+    pages, free = np.arange(1, num_pages - 2), ints(num_pages - 2, num_pages - 1)
+    return Manifest(rank, (rank,), 3, pages, none, free, {}, num_pages, led, chains)
 
 
 def tp(ranks: tuple[int, ...], *led: TaskSnapshot, shift: int = 0) -> dict[int, Manifest]:
@@ -66,12 +72,12 @@ def tp(ranks: tuple[int, ...], *led: TaskSnapshot, shift: int = 0) -> dict[int, 
         slots[width : 4 * width] = (pages[:, None] * width + np.arange(width)).reshape(-1)
         free = np.setdiff1d(np.arange(1, PAGES), pages)
         mine = led if place == 0 else ()
-        made[rank] = Manifest(rank, ranks, 5, pages, slots, free, {}, mine)
+        made[rank] = Manifest(rank, ranks, 5, pages, slots, free, {}, PAGES, mine)
     return made
 
 
 def plan(rank: int, manifests: dict[int, Manifest], to: Target) -> MigrationPlan:
-    return plan_move(rank, manifests, to, GEOMETRY, PAGES)
+    return plan_move(rank, manifests, to, GEOMETRY)
 
 
 def test_all_ranks_derive_the_same_plan() -> None:
@@ -88,6 +94,57 @@ def test_all_ranks_derive_the_same_plan() -> None:
     assert one.cargo["task 1"][0] == 1, "its old leader"
     for carried in one.plan.carried:
         assert (one.blocks(carried) == other.blocks(carried)).all()
+
+
+def test_ranks_of_different_sizes_derive_the_same_plan() -> None:
+    """Rank 1 has pages that rank 0 lacks, and tasks in them."""
+    large = dp(1, cargo("b", ints(30, 35), 20), num_pages=40)
+    manifests = {0: dp(0, cargo("a", ints(1, 5), 20)), 1: large}
+    travelled = pickle.loads(pickle.dumps(manifests, protocol=5))
+    one, other = plan(0, manifests, target((0, 1))), plan(1, travelled, target((0, 1)))
+    assert repr(one.plan) == repr(other.plan)
+    assert {each.id for each in one.plan.carried} == {"a", "b"}
+    sources = [(each.dst_rank, each.src_units.tolist()) for each in one.plan.copies]
+    units = one.plan.units
+    assert (0, [30 * units, 35 * units]) in sources, "rank 0 reads beyond its own last page"
+    (lease,) = one.plan.groups
+    assert lease.pages[0].max() < PAGES
+    assert one.plan.rounds == 1
+
+
+def test_a_group_gets_no_more_pages_than_its_smallest_member_has() -> None:
+    """Rank 1 alone holds a task that both together could hold, were they as large as rank 1."""
+    task = cargo("large", np.arange(1, 37), 36 * BLOCK)
+    manifests = {0: dp(0), 1: dp(1, task, cargo("small", ints(37), 10), num_pages=40)}
+    for rank in (0, 1):
+        move = plan(rank, manifests, target((0, 1)))
+        assert [(each.id, each.cause.value) for each in move.plan.fallbacks] == [("large", "pages")]
+        assert [each.id for each in move.plan.carried] == ["small"]
+
+
+def test_a_wide_group_of_unequal_members_falls_apart() -> None:
+    """Rank 1 holds its share in pages that rank 0 lacks."""
+    manifests = tp((0, 1), cargo("a", ints(2, 3), 20), cargo("b", ints(4, 5), 32))
+    large = manifests[1]
+    manifests[1] = replace(
+        large,
+        num_pages=40,
+        slots=np.pad(large.slots, (0, 2 * (40 - PAGES)), constant_values=-1),
+        pages=large.pages + 30,
+        free=np.arange(1, 31),
+    )
+    manifests[1].slots[2:8] += 60
+    plans = [plan(rank, manifests, target((0,), (1,))) for rank in (0, 1)]
+    assert repr(plans[0].plan) == repr(plans[1].plan)
+    assert {each.group for each in plans[0].plan.carried} == {0, 1}
+    assert plans[0].plan.groups[0].pages.max() < PAGES
+    read = {rank: set[int]() for rank in (0, 1)}
+    for each in plans[0].plan.copies:
+        for rank, unit in zip(each.src_ranks.tolist(), each.src_units.tolist(), strict=True):
+            read[rank].add(unit // plans[0].plan.units)
+    assert read[0] <= {1, 2, 3}
+    assert read[1] <= {31, 32, 33}
+    assert read[0] or read[1]
 
 
 def test_components_are_planned_apart() -> None:
@@ -109,7 +166,7 @@ def test_a_group_that_is_not_whole_stays_out_with_its_tasks() -> None:
 
 def test_a_rank_that_left_no_group_takes_part_with_what_is_free() -> None:
     none = np.zeros(0, dtype=np.int32)
-    bare = Manifest(1, (), -1, ints(), none, ints(4, 5, 6), {})
+    bare = Manifest(1, (), -1, ints(), none, ints(4, 5, 6), {}, PAGES)
     move = plan(1, {0: dp(0, cargo("task", ints(1, 2), 20)), 1: bare}, target((0, 1)))
     (lease,) = move.plan.groups
     assert set(lease.pages[1].tolist()) <= {4, 5, 6}
@@ -131,6 +188,13 @@ def test_indices_that_would_run_out_are_an_error_before_anything_is_given_up() -
     manifests[1] = replace(manifests[1], indices={(0, 1): np.arange(1, PAGES)})
     with pytest.raises(AssertionError, match="run out"):
         plan(0, manifests, target((0, 1)))
+
+
+def test_indices_run_out_where_the_smallest_member_has_none() -> None:
+    manifests = {0: dp(0), 1: dp(1, cargo("task", ints(1, 2), 20), num_pages=40)}
+    manifests[1] = replace(manifests[1], indices={(0, 1): np.arange(1, PAGES)})
+    with pytest.raises(AssertionError, match="run out"):
+        plan(1, manifests, target((0, 1)))
 
 
 def test_blocks_are_renumbered_by_lease_index() -> None:

@@ -47,7 +47,7 @@ class Desk:
         self.made: list[Any] = []
         self.fails = False
         monkeypatch.setattr(plan_ahead, "plan_move", self._plan)
-        kv = SimpleNamespace(geometry="geometry", num_pages=9)
+        kv = SimpleNamespace(geometry="geometry")
         self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
         engine = SimpleNamespace(kv=kv, spec=self.spec)
         self.planning = MigrationPlanner(cast(Any, engine), cast(Any, self.mailboxes), Rank(1))
@@ -71,7 +71,7 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
     assert not desk.planning.plan_ahead(told())
     assert not desk.planning.plan_ahead(told()), "once is enough"
     everything = {rank: f"by {rank}" for rank in range(4)}
-    assert desk.made == [(1, everything, WANTED, "geometry", 9)]
+    assert desk.made == [(1, everything, WANTED, "geometry")]
     assert desk.plan() == desk.made[0]
     assert len(desk.made) == 1
     desk.plan()

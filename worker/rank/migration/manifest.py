@@ -57,8 +57,9 @@ class Manifest:
     """One rank's part: the group it left (`ranks` empty: none), its pages there and elsewhere.
 
     `pages` are all pages that this rank gave the group, `slots` the slot of each logical block on
-    this rank (wide groups; int32). `indices` are the lease indices in use, by group. Only the
-    leader fills the rest. `written` are the logical blocks that the in-flight step writes, of
+    this rank (wide groups; int32). `indices` are the lease indices in use, by group. `num_pages`
+    counts all pages of the rank, page 0 included: ranks may have different numbers. Only the leader
+    fills the rest. `written` are the logical blocks that the in-flight step writes, of
     running and of ended tasks.
     """
 
@@ -69,6 +70,7 @@ class Manifest:
     slots: npt.NDArray[np.int32]
     free: Ints
     indices: Mapping[Ranks, Ints]
+    num_pages: int
     cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -86,6 +88,7 @@ class Manifest:
             self.slots,
             self.free,
             self.indices,
+            self.num_pages,
         )
         return _unpacked, (rest, bare, joined(blocks), sizes, self.chains, self.written)
 
@@ -108,7 +111,7 @@ def _without_blocks(cargo: TaskSnapshot) -> _Bare:
 
 
 def _unpacked(
-    rest: tuple[int, Ranks, int, Ints, npt.NDArray[np.int32], Ints, Mapping[Ranks, Ints]],
+    rest: tuple[int, Ranks, int, Ints, npt.NDArray[np.int32], Ints, Mapping[Ranks, Ints], int],
     bare: Iterable[_Bare],
     blocks: Ints,
     sizes: Sequence[int],
@@ -190,7 +193,6 @@ def plan_move(
     manifests: Mapping[int, Manifest],
     target: Target,
     geometry: PageGeometry,
-    num_pages: int,
 ) -> MigrationPlan:
     """Plan the migration of the component that contains `rank`; without a new group nothing moves.
 
@@ -213,10 +215,10 @@ def plan_move(
     old += [OldGroup((each,)) for each in alone]
     given = ReshardInput(
         num_kv_heads=geometry.num_kv_heads,
-        num_pages=num_pages,
+        num_pages={each: manifests[each].num_pages for each in ranks},
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
-        free={each: _free(manifests, each, old, num_pages) for each in ranks},
+        free={each: _free(manifests, each, old) for each in ranks},
     )
     plan = plan_reshard(given)
     indices = tuple(
@@ -225,19 +227,19 @@ def plan_move(
             lease.indices if lease.width > 1 else 0,
             # An old group gives up its lease before the new lease is taken.
             {} if lease.ranks in groups else manifests,
-            num_pages,
+            min(manifests[member].num_pages for member in lease.ranks),
         )
         for lease in plan.groups
     )
     spoils_from = _spoils_from(plan, given)
-    written = _written(plan.units, groups, manifests, num_pages)
+    written = _written(plan.units, groups, manifests)
     return MigrationPlan(
         ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from, written
     )
 
 
 def _written(
-    units: int, groups: Iterable[Ranks], manifests: Mapping[int, Manifest], num_pages: int
+    units: int, groups: Iterable[Ranks], manifests: Mapping[int, Manifest]
 ) -> dict[int, Bools]:
     """See `MigrationPlan`."""
     written: dict[int, Bools] = {}
@@ -245,7 +247,7 @@ def _written(
         if not manifests[group[0]].written.size:
             continue
         for rank, slots in zip(group, _slots_of_written(group, manifests), strict=True):
-            written[rank] = np.zeros(num_pages * units, dtype=np.bool_)
+            written[rank] = np.zeros(manifests[rank].num_pages * units, dtype=np.bool_)
             written[rank].reshape(-1, units // len(group))[slots] = True
     return written
 
@@ -264,7 +266,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
     for group in given.old:
         share = plan.units // len(group.ranks)
         for place, rank in enumerate(group.ranks):
-            held[rank] = np.zeros(given.num_pages * plan.units, dtype=np.bool_)
+            held[rank] = np.zeros(given.num_pages[rank] * plan.units, dtype=np.bool_)
             slots = held[rank].reshape(-1, share)
             slots[joined(chain.slots[place] for chain in group.chains)] = True
     rounds = [each.round for each in plan.copies if held[each.dst_rank][each.dst_units].any()]
@@ -332,9 +334,7 @@ def _old_group(
     return OldGroup(group, tuple(made))
 
 
-def _free(
-    manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup], num_pages: int
-) -> Ints:
+def _free(manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup]) -> Ints:
     """Return pages that a migration may use on this rank: free ones, or the old group's unused.
 
     Pages that an in-flight step writes are excluded.
@@ -343,7 +343,7 @@ def _free(
     for group in old:
         if rank in group.ranks and manifest.ranks == group.ranks:
             place, width = group.ranks.index(rank), len(group.ranks)
-            is_free = np.zeros(num_pages, dtype=np.bool_)
+            is_free = np.zeros(manifest.num_pages, dtype=np.bool_)
             is_free[manifest.free] = is_free[manifest.pages] = True
             is_free[joined(chain.slots[place] for chain in group.chains) // width] = False
             is_free[_slots_of_written(group.ranks, manifests)[place] // width] = False
@@ -354,7 +354,10 @@ def _free(
 def _fresh_indices(
     group: Ranks, count: int, manifests: Mapping[int, Manifest], num_pages: int
 ) -> Ints:
-    """Return the lowest lease indices that no member of the group uses."""
+    """Return the lowest lease indices that no member of the group uses.
+
+    `num_pages` counts the pages of the member with fewest: its table has no more indices.
+    """
     if not count:
         return np.zeros(0, dtype=np.int64)
     used = [manifests[member].indices.get(group) for member in group if member in manifests]

@@ -17,16 +17,17 @@ _NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 def nothing_of(manifest: Manifest) -> Manifest:
     """Return the same manifest without a group and its tasks."""
-    return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices)
+    own = manifest.free, manifest.indices, manifest.num_pages
+    return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, *own)
 
 
 def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: int) -> Manifest:
     """Return the manifest of this rank and of the group that it has left, if any."""
     pool = runtime.engine.pages
-    free = pool.free_pages()
+    free, num_pages = pool.free_pages(), runtime.engine.kv.num_pages
     indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
     if group is None:
-        return Manifest(rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices)
+        return Manifest(rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices, num_pages)
     mode = runtime.mode_of(group)
     pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
     slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
@@ -45,6 +46,5 @@ def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: in
         chains = tuple(found)
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
-    return Manifest(
-        rank, ranks, formation, np.sort(pages), slots, free, indices, cargo, chains, written
-    )
+    own = free, indices, num_pages
+    return Manifest(rank, ranks, formation, np.sort(pages), slots, *own, cargo, chains, written)

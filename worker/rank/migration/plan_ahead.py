@@ -96,8 +96,7 @@ class MigrationPlanner:
             rank: pickle.loads(self._mailboxes[rank].message)  # noqa: S301 -- our own ranks' memory
             for rank in ranks
         }
-        kv = self._engine.kv
-        return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
+        return plan_move(self._rank, manifests, target, self._engine.kv.geometry)
 
 
 def log_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
