@@ -75,7 +75,8 @@ class CellConfig(_Frozen):
     """Layers of which every rank holds all parts, which makes small steps faster and
     leaves less memory for KV; `auto` takes the fewest with which a step can meet the tightest
     `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
-    layers lends and borrows nothing, one that holds 0 has the most memory for KV."""
+    layers lends and borrows nothing, one that holds 0 has the most memory for KV on CUDA. A wide
+    group uses as many KV pages of each rank as the smallest has."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""

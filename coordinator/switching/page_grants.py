@@ -1,8 +1,8 @@
 """How many pages each serving group was granted.
 
 Invariant: a group is granted pages once per formation, as many as every member has free, so all
-members lease the same number. After a migration that is what they have free once they have heard of
-its commit. The switcher calls this module.
+members lease the same number, however many pages each has. After a migration that is what they have
+free once they have heard of its commit. The switcher calls this module.
 """
 
 from collections.abc import Iterable

@@ -250,6 +250,24 @@ def test_pages_that_came_free_are_worth_forming_anew_for() -> None:
     assert ranks.switcher.starved() == (2,), "rank 1 has nothing to add to its pair"
 
 
+def test_a_group_has_no_use_for_what_its_larger_member_has_beyond_the_smallest() -> None:
+    """Rank 0 has more whole layers than rank 1, and so fewer pages."""
+    ranks = Ranks()
+    ranks.tick()
+    ranks.acknowledge()
+    ranks.hear(1, ranks.switcher.stage, free=40)
+    for rank in (0, 2, 3):
+        ranks.hear(rank, ranks.switcher.stage, free=10)
+    ranks.tick()
+    directive = ranks.switcher.directive_for(Rank(1))
+    assert directive is not None
+    granted = {grant.ranks: grant.pages for grant in directive.grants}
+    assert granted[Rank(0), Rank(1)] == 10
+    ranks.hear(0, ranks.switcher.stage, free=0)
+    ranks.hear(1, ranks.switcher.stage, free=30)
+    assert Rank(0) not in ranks.switcher.starved()
+
+
 @pytest.mark.parametrize(
     ("running", "blocks_free", "starved"), [(1, 0, (2,)), (2, 0, ()), (1, 1, ()), (0, 0, ())]
 )
