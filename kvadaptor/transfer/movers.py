@@ -10,7 +10,7 @@ and all ranks must have synchronized on that.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,58 +19,13 @@ import torch.distributed as dist
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.peers import map_peers
-from kvadaptor.transfer.unit_copy import Copier, Copies, MoveError, Units, make_copier
-
-__all__ = [
-    "CopiesBySource",
-    "ExchangeMover",
-    "MoveError",
-    "Mover",
-    "PeerMover",
-    "Round",
-    "by_source",
-    "make_mover",
-]
-
-CopiesBySource = Mapping[int, tuple[Units, Units]]
-"""Source rank -> (source units, destination units), each (c,) int64; may include oneself."""
-
-Round = Mapping[int, CopiesBySource]
-"""Destination rank -> its copies. A round writes no unit that it reads."""
+from kvadaptor.transfer.rounds import CopiesBySource, Finish, Mover, Round, Units
+from kvadaptor.transfer.unit_copy import Copier, Copies, MoveError, make_copier
 
 STAGING_BYTES = 256 << 20
 """Memory of an `ExchangeMover`: two halves used in turn, each for sending and receiving."""
 
-Finish = Callable[[], MoveStats]
-"""Waits until this rank's copies have arrived, and returns their statistics."""
-
 _NOTHING: CopiesBySource = {}
-
-
-class Mover(Protocol):
-    """Moves units between ranks, numbered in the mover's group; U is given as `units`."""
-
-    def start(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
-    ) -> Finish:
-        """Begin this rank's part of a round.
-
-        `launched` is called once the device has all of the work, or first if no device is used.
-        Copies started before the end follow these, and both end together.
-        """
-
-    def move(self, copies: Round, units: int) -> MoveStats:
-        """Do this rank's part of a round; return when this rank's copies have arrived."""
-
-    def warm(self, units: int) -> None:
-        """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
-
-
-def by_source(src_ranks: Units, src_units: Units, dst_units: Units) -> CopiesBySource:
-    """Split a plan's three arrays, (c,) each in any order, by source rank."""
-    ranks = np.flatnonzero(np.bincount(src_ranks))
-    masks = {int(rank): src_ranks == rank for rank in ranks}
-    return {rank: (src_units[mask], dst_units[mask]) for rank, mask in masks.items()}
 
 
 def make_mover(
@@ -89,6 +44,8 @@ def make_mover(
 
 class PeerMover:
     """Copies from the mapped memory of peers into its own memory."""
+
+    is_one_sided = True
 
     def __init__(
         self,
@@ -145,6 +102,8 @@ class ExchangeMover:
     A step moves a bounded number of units per pair of ranks; while one is in flight the next is
     packed. Ranks without a part in a round need not call.
     """
+
+    is_one_sided = False
 
     def __init__(
         self,

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvadaptor.transfer.rounds import Units
+
 if TYPE_CHECKING:
     from kvadaptor.transfer.copy_kernel import Shape
-
-Units = npt.NDArray[np.int64]
-"""Unit numbers."""
 
 PIECE_BYTES = 1 << 20
 """Bytes that a CPU copy reads before it writes: staging that stays in the cache."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.transfer.movers import ExchangeMover, Mover, PeerMover, Round
+from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate, map_peers
+from kvadaptor.transfer.rounds import Mover, Round
 from kvadaptor.transfer.unit_copy import KernelCopier
 from tests.harness.vllm.mover_ranks import World, run_ranks
 

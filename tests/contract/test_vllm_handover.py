@@ -22,13 +22,9 @@ from tests.harness.vllm.mode_schedulers import (
     step,
     told,
 )
-from worker.engine.scheduling.handover import (
-    CachedChain,
-    FinishedChains,
-    forget_hashes,
-    prefixes_of,
-)
+from worker.engine.scheduling.handover import FinishedChains, forget_hashes
 from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.rank.task_state import CachedChain, prefixes_of
 
 
 def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> None:

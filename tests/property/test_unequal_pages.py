@@ -21,8 +21,8 @@ from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
-from worker.engine.scheduling.handover import RunningState
 from worker.rank.migration.manifest import Manifest, MigrationPlan, TaskSnapshot, plan_move
+from worker.rank.task_state import RunningState
 
 BLOCK = 16
 GEOMETRY = PageGeometry(1, 4, 8, 8, 4, BLOCK)

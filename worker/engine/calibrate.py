@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from comm_pool.layout import Mode, StepMode
 from worker.engine.sequence_parallel.exchange import PARTS_FROM_TOKENS, Exchange
-from worker.engine.step_times import (
+from worker.rank.step_times import (
     StepCurve,
     StepTimes,
     chosen_parts,

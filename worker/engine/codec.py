@@ -3,13 +3,28 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.protocol.wire import decode_frames
-from worker.engine.scheduling.handover import RunningState, restore
+from worker.engine.scheduling.handover import go_on, restore, tokens_of
+from worker.rank.task_state import RunningState
+
+
+class ContinuedRequest(Request):
+    """A request whose task another group has begun."""
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Return all token ids, the prompt's first."""
+        return tokens_of(self)
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """Append the tokens of the step that was in flight at its publication."""
+        go_on(self, tokens)
 
 
 class RequestCodec:
@@ -30,10 +45,10 @@ class RequestCodec:
             self._structured_output.grammar_init(request)
         return request
 
-    def continued_request(self, payload: bytes, state: RunningState) -> Request:
+    def continued_request(self, payload: bytes, state: RunningState) -> ContinuedRequest:
         """Build a request that continues where another group left it, with its block hashes."""
         core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
-        request = Request.from_engine_core_request(core_request, None)
+        request: ContinuedRequest = ContinuedRequest.from_engine_core_request(core_request, None)
         restore(request, state, self._hasher)
         if request.use_structured_output:
             self._structured_output.grammar_init(request)

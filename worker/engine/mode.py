@@ -1,13 +1,13 @@
 """vLLM adapter: the prepared objects of one group width on this rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
-from comm_pool.layout import Group, Mode, StepMode
+from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.pool import Communicator
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.translate import translate
@@ -15,15 +15,9 @@ from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
-from worker.engine.step_times import StepTimes
-
-
-class NoRoomError(RuntimeError):
-    """The device ran out of memory in a step; the results of its launched part are void.
-
-    torch raises before it launches the work that needs the memory, so device and process stay
-    intact.
-    """
+from worker.io.step_queue import BroadcastQueue
+from worker.rank.engine import NoRoomError, TaskOutput
+from worker.rank.step_times import StepTimes
 
 
 @dataclass(slots=True)
@@ -52,6 +46,22 @@ class PreparedMode:
         self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
 
     @property
+    def width(self) -> int:
+        """The members of its groups."""
+        return self.key.width
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The members of this rank's group of that width."""
+        return self.communicator.ranks
+
+    @property
+    def queue(self) -> BroadcastQueue:
+        """The group's step queue; wide groups have one."""
+        queue: BroadcastQueue = self.communicator.group.mq_broadcaster
+        return queue
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank schedules for its group of this width."""
         return self.communicator.rank_in_group == 0
@@ -72,6 +82,13 @@ class PreparedMode:
         if group.mode is Mode.SHIFT:
             return None
         return self.times.pace_tokens.get(group.mixed or group.mode)
+
+    def plan_step(self, group: Group, settle: Callable[[], None]) -> StepPlan:
+        """Schedule the group's next step, in the mode that suits its size; see `ModeScheduler`."""
+        assert self.scheduler is not None
+        plan = self.scheduler.plan_step(settle, self.pace_tokens(group))
+        plan.mode = self.mode_of_step(group, plan.tokens)
+        return plan
 
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.
@@ -100,3 +117,20 @@ class PreparedMode:
             return result
 
         return run
+
+    def finish_step(self, plan: StepPlan, result: Any) -> Sequence[TaskOutput]:
+        """Update all tasks of a step; return the outputs for their clients.
+
+        Raises `LenderLostError` if the step may have read the memory of a process that has ended.
+        """
+        assert self.scheduler is not None
+        if self.loans is not None:
+            self.loans.check(plan.mode)
+        outputs: Sequence[TaskOutput] = self.scheduler.finish_step(plan, result)
+        return outputs
+
+    def forget_steps(self) -> None:
+        """Drop the runner's state of the group's tasks: its last step never ends."""
+        self.runner.forget_tasks()
+        if self.scheduler is not None:
+            self.scheduler.forget_steps()

@@ -14,9 +14,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from comm_pool.layout import StepMode
-from worker.engine.inflight_step import InflightStep
 from worker.engine.probe import error_max_nats, probe_texts
 from worker.engine.scheduling.step_plan import StepPlan
+from worker.rank.inflight_step import InflightStep
 
 NULL_BLOCK = 0
 """It stands for blocks outside a window; every slot table maps it to itself."""

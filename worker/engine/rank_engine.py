@@ -26,9 +26,10 @@ from comm_pool.mailbox import RankMailbox
 from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
-from kvadaptor.transfer.movers import Mover
+from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.engine.calibrate import measure_steps, settle_parts
+from worker.engine.codec import RequestCodec
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.counters import engine_totals, process_gauges
 from worker.engine.device import (
@@ -44,9 +45,10 @@ from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
-from worker.engine.step_times import StepTimes
 from worker.engine.trees import TreeBuilder
 from worker.engine.weights.layers import ViewError
+from worker.rank.engine import EngineFacts
+from worker.rank.step_times import StepTimes, width_times
 from worker.spec import RankSpec, communicator_widths, modes_widths
 
 log = structlog.get_logger()
@@ -114,9 +116,8 @@ class RankEngine:
         self.mailboxes, self.mover = self._connect_peers()
         notes.note("peers")
         self.pages = PagePool(self.kv.num_pages)
-        self.block_hasher = self._block_hasher()
         structured = StructuredOutputManager(configs[self.keys[0]])
-        self.structured_output = structured
+        self.intake = RequestCodec(self._block_hasher(), structured)
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
@@ -234,9 +235,9 @@ class RankEngine:
         event.record()
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
-    def meet(self, mode: PreparedMode) -> None:
-        """Order later launches after all that the members of the group have launched so far."""
-        mode.communicator.group.all_reduce(self._token)
+    def meet(self, width: int) -> None:
+        """Order later launches after all that the members of this width have launched so far."""
+        self.of_width(width).communicator.group.all_reduce(self._token)
 
     def copy_aside(self) -> None:
         """Let the calling thread's copies run beside in-flight steps."""
@@ -354,6 +355,19 @@ class RankEngine:
         self.communicators.enter(formation)
         activate(mode.communicator)
         return mode
+
+    def facts(self) -> EngineFacts:
+        """Return what the rank reports of this engine."""
+        scheduling = self.base.scheduler_config
+        return EngineFacts(
+            device=str(self.device),
+            max_tasks=scheduling.max_num_seqs,
+            max_model_len_tokens=self.base.model_config.max_model_len,
+            tokens_per_step_max=scheduling.max_num_batched_tokens,
+            memory=self.memory(),
+            step_times=tuple(map(width_times, self.step_times())),
+            whole_layers=None if self.borrowing is None else self.borrowing.whole_layers,
+        )
 
     def memory(self) -> tuple[tuple[str, int], ...]:
         """Return (what, bytes) of weights, ring, whole layers, views, communicators and KV."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from comm_pool.cpu.cell_memory import CellMemory, measurements_name
 from comm_pool.layout import Rank, StepMode
-from worker.engine.step_times import StepTimes
+from worker.rank.step_times import StepTimes
 
 Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
 """(width, mode) -> log-probabilities of the probe, and its duration in microseconds."""

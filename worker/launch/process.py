@@ -21,13 +21,13 @@ from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
 from worker.engine.rank_engine import RankEngine, settle_environment
-from worker.engine.step_times import width_times
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
 from worker.launch.peer_failure import PeerFailure
 from worker.launch.watchdog import Progress, abort_formation, watch
 from worker.rank.loop import RankLoop
 from worker.rank.runtime import GroupRuntime
+from worker.rank.step_times import width_times
 from worker.rank.traced_tasks import TracedTasks
 from worker.spec import RankSpec
 

@@ -17,7 +17,7 @@ from comm_pool.formations import PeerLostError
 from coordinator.protocol.switch_actions import Leave, Move
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, ReturnCause
-from worker.engine.mode import NoRoomError
+from worker.rank.engine import NoRoomError
 from worker.rank.runtime import GroupRuntime
 
 T = TypeVar("T")
@@ -119,7 +119,4 @@ class FormationAbort:
     def _forget_steps(self, binding: Binding) -> None:
         """Drop the runner's state of the group's tasks: its last step never ended."""
         self._runtime.steps.drop(binding.formation)
-        mode = self._runtime.mode_of(binding.group)
-        mode.runner.forget_tasks()
-        if mode.scheduler is not None:
-            mode.scheduler.forget_steps()
+        self._runtime.mode_of(binding.group).forget_steps()

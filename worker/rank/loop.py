@@ -36,10 +36,10 @@ from coordinator.protocol.switch_actions import (
 )
 from coordinator.protocol.switch_participant import KEEPING, SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry
-from worker.engine.rank_engine import RankEngine
 from worker.io.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.io.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
 from worker.rank.departure import Departure
+from worker.rank.engine import Engine
 from worker.rank.formation_abort import FormationAbort
 from worker.rank.hello import hello_of, is_paused
 from worker.rank.lease_members import LeaseUpdates
@@ -66,7 +66,7 @@ class RankLoop:
     def __init__(
         self,
         config: Config,
-        engine: RankEngine,
+        engine: Engine,
         runtime: GroupRuntime,
         session: RankSession,
         inbox: Inbox,
@@ -385,8 +385,8 @@ class RankLoop:
             running=running,
             waiting=waiting,
             paused=len(runtime.book) - running - waiting,
-            blocks_free=scheduler.grants.free if scheduler is not None else 0,
-            blocks_total=scheduler.grants.total if scheduler is not None else 0,
+            blocks_free=scheduler.blocks_free if scheduler is not None else 0,
+            blocks_total=scheduler.blocks_total if scheduler is not None else 0,
             retentions=tuple(runtime.retentions.values()),
             ended=tuple(ended),
             returned=tuple(returned),

@@ -16,10 +16,8 @@ from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Rank, StepMode, step_name
 from coordinator.protocol.messages.rank import Directive, Probed
 from coordinator.protocol.terms import Binding
-from worker.engine.mode import PreparedMode
-from worker.engine.rank_engine import RankEngine
-from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import Step
+from worker.rank.engine import Engine, EngineMode, Plan
 from worker.rank.runtime import GroupRuntime
 
 log = structlog.get_logger()
@@ -44,7 +42,7 @@ def error_nats(values: Sequence[float], reference: Sequence[float]) -> float:
 class QuarantineProbe:
     """The newest result of every mode that this rank leads; used by its main loop alone."""
 
-    def __init__(self, engine: RankEngine, *, after_switch: bool) -> None:
+    def __init__(self, engine: Engine, *, after_switch: bool) -> None:
         self._engine = engine
         self._after_switch = after_switch
         self._together = dict(engine.spec.together)
@@ -78,7 +76,7 @@ class QuarantineProbe:
             log.warning("mode_not_probed", group=binding.group.name, reason="it is full of tasks")
             return
 
-        def execute(plan: StepPlan) -> object:
+        def execute(plan: Plan) -> object:
             runtime.lead(Step(binding.formation, plan))
             return mode.execute(plan)
 
@@ -88,16 +86,16 @@ class QuarantineProbe:
             took_us = (time.perf_counter_ns() - started_ns) // 1000
             if self._engine.communicators.is_aborted(ranks, binding.formation):
                 raise PeerLostError(binding.formation)  # The mode is not at fault.
-            wanted, _ = self._engine.probed[mode.key.width, step_mode]
+            wanted, _ = self._engine.probed[mode.width, step_mode]
             epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)
         self._proved[binding.group] = processes
 
     def _note(
-        self, mode: PreparedMode, step_mode: StepMode, epoch: int, error: float, took_us: int
+        self, mode: EngineMode, step_mode: StepMode, epoch: int, error: float, took_us: int
     ) -> None:
-        ranks = mode.communicator.ranks
-        name = step_name(step_mode, mode.key.width)
+        ranks = mode.ranks
+        name = step_name(step_mode, mode.width)
         limit = self._engine.probe.error_max_nats
         result = Probed(ranks, name, epoch, error, limit, took_us)
         self._results[ranks, name] = result

@@ -15,10 +15,6 @@ from coordinator.protocol.messages.rank import LeaseRetention, PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import without
-from worker.engine.codec import RequestCodec
-from worker.engine.mode import PreparedMode
-from worker.engine.rank_engine import RankEngine
-from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.io.gc_pause import GcPause
 from worker.io.step_queue import (
     FOLLOWER_POLL_S,
@@ -31,6 +27,7 @@ from worker.io.step_queue import (
     send,
 )
 from worker.io.token_publisher import TokenPublisher
+from worker.rank.engine import Engine, EngineMode, EngineScheduler
 from worker.rank.led_tasks import MOVED, LedTask, LedTasks
 from worker.rank.migration.migration import Migration
 from worker.rank.steps import Steps
@@ -44,13 +41,12 @@ VERSIONS_PER_INCARNATION = 1 << 32
 class GroupRuntime:
     """This rank's role in the groups it belongs to; at most one of them is selected."""
 
-    def __init__(self, engine: RankEngine, incarnation: int, publisher: TokenPublisher) -> None:
+    def __init__(self, engine: Engine, incarnation: int, publisher: TokenPublisher) -> None:
         self.engine = engine
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
         self.retentions: dict[tuple[int, ...], LeaseRetention] = {}
-        self.intake = RequestCodec(engine.block_hasher, engine.structured_output)
         self.steps = Steps(self, incarnation, publisher)
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_retentions: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -59,21 +55,21 @@ class GroupRuntime:
         """Lease indices that hold migrated tasks of a group, until the group begins."""
         self._collector = GcPause()
         self.migration = Migration(self, engine.mailboxes, engine.spec.rank)
-        self._mode: PreparedMode | None = None
+        self._mode: EngineMode | None = None
         self._binding: Binding | None = None
 
     # ------------------------------------------------------------------ groups and pages
 
     @property
-    def selected(self) -> PreparedMode | None:
+    def selected(self) -> EngineMode | None:
         """The mode of the joined group."""
         return self._mode
 
-    def mode_of(self, group: Group) -> PreparedMode:
+    def mode_of(self, group: Group) -> EngineMode:
         """Return the mode prepared for a group of this rank."""
         return self.engine.of_width(group.width)
 
-    def _led(self, group: Group) -> ModeScheduler:
+    def _led(self, group: Group) -> EngineScheduler:
         scheduler = self.mode_of(group).scheduler
         assert scheduler is not None, "this rank does not lead the group."
         return scheduler
@@ -149,8 +145,7 @@ class GroupRuntime:
     def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
         """Send a message to the followers of any group that this rank leads; raises as `send`."""
         if group.width > 1:
-            pool = self.engine.communicators
-            queue = pool.of(group.ranks).group.mq_broadcaster
+            pool, queue = self.engine.communicators, self.mode_of(group).queue
             send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
 
     def apply_retentions(self, leases: Iterable[LeaseRetention]) -> bool:
@@ -179,11 +174,11 @@ class GroupRuntime:
         if not dropped.size:
             return False
         self.migration.gave_up(ranks)
-        mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
-        assert mode.table is not None
+        mode = self.engine.of_width(len(ranks))
+        assert mode.ranks == ranks and mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
             # A member's share of these pages is lost, so their tasks are recomputed.
-            group = Group(mode.communicator.ranks, mode.key.mode)
+            group = Group(mode.ranks, Mode.TP)
             self.give_up(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
         pool.keep_only(ranks, without(leased, dropped).tolist())
@@ -194,7 +189,7 @@ class GroupRuntime:
         now = self.engine.pages.counts()
         return PageReport(now.total, now.free, now.owned, sum(now.leased.values()))
 
-    def _joined(self) -> tuple[PreparedMode, Group]:
+    def _joined(self) -> tuple[EngineMode, Group]:
         assert self._mode is not None and self._binding is not None, "the rank is in no group."
         return self._mode, self._binding.group
 
@@ -210,7 +205,7 @@ class GroupRuntime:
             return  # A repeated message.
         generated = list(place.generated_tokens)
         try:
-            self._mode.scheduler.add_task(self.intake.request(place.payload), generated)
+            self._mode.scheduler.add_task(self.engine.intake.request(place.payload), generated)
         except Exception:  # Any error of vLLM fails this task alone.
             # The error may quote the request: it is neither logged nor passed on.
             log.exception("task_refused", task=header.task)
@@ -344,10 +339,9 @@ class GroupRuntime:
         The published state of its tasks is stale, so the tasks are recomputed.
         """
         mode = self.mode_of(group)
-        mode.runner.forget_tasks()
+        mode.forget_steps()
         self.migration.lose()
         if mode.scheduler is not None:
-            mode.scheduler.forget_steps()
             self.give_up(group, list(mode.scheduler.requests), ReturnCause.RECOMPUTE)
 
     def lead_step(self, epoch: int) -> int:
@@ -359,7 +353,7 @@ class GroupRuntime:
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
         """Read one message of the joined group and obey it; the caller handles leave messages."""
         mode, _ = self._joined()
-        message = receive(mode.communicator.group.mq_broadcaster, wait_s)
+        message = receive(mode.queue, wait_s)
         if message is None and self.steps.is_late:
             self.steps.run_deferred()  # Its leader has not left and waits in this step.
         if message is None or message.formation != binding.formation:
@@ -380,10 +374,10 @@ class GroupRuntime:
     def drain_queues(self) -> list[int]:
         """Empty all queues while parked; return the formations of the leave messages."""
         formations: list[int] = []
-        for communicator in self.engine.communicators:
-            if communicator.width == 1 or communicator.rank_in_group == 0:
+        for mode in self.engine.modes.values():
+            if mode.is_leader:
                 continue
-            while (message := receive(communicator.group.mq_broadcaster, 0.0)) is not None:
+            while (message := receive(mode.queue, 0.0)) is not None:
                 if isinstance(message, LeaveGroup):
                     formations.append(message.formation)
         return formations

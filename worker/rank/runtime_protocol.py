@@ -8,18 +8,16 @@ import numpy.typing as npt
 
 from comm_pool.layout import Group
 from coordinator.protocol.terms import Binding, ReturnCause
-from worker.engine.codec import RequestCodec
-from worker.engine.mode import PreparedMode
+from worker.rank.engine import EngineMode
 from worker.rank.steps import StepOwner, Steps
 
 
 class Runtime(StepOwner, Protocol):
     """The runtime as a migration sees it; `worker.rank.runtime` implements it."""
 
-    intake: RequestCodec
     steps: Steps
 
-    def mode_of(self, group: Group) -> PreparedMode:
+    def mode_of(self, group: Group) -> EngineMode:
         """Return the mode prepared for a group of this rank."""
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:

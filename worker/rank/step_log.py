@@ -8,7 +8,7 @@ page fault or a compile. Steps that took no longer than their loans are counted 
 from dataclasses import dataclass
 from typing import Protocol
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
 from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums
 
 OUTLIER = 3.0
@@ -23,10 +23,12 @@ KNOWN_FROM = 8
 TOKENS_UNIT, CONTEXT_UNIT = 1e3, 1e6
 
 
-class Planned(Protocol):
+class PlannedStep(Protocol):
     """What the log needs from a step's plan."""
 
-    mode: Mode
+    @property
+    def mode(self) -> StepMode:
+        """How the group computes it."""
 
     @property
     def tokens(self) -> int:
@@ -54,7 +56,7 @@ class _Median:
         return self.count < KNOWN_FROM or not 0 < self.odd < KNOWN_FROM
 
 
-def _size_of(plan: Planned, width: int) -> tuple[Mode, int, int]:
+def _size_of(plan: PlannedStep, width: int) -> tuple[StepMode, int, int]:
     """Return the class of steps that take about equally long."""
     return plan.mode, width, plan.tokens.bit_length()
 
@@ -66,11 +68,11 @@ class StepLog:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Mode, int, bool], list[float]] = {}
-        self._medians: dict[tuple[Mode, int, int], _Median] = {}
+        self._medians: dict[tuple[StepMode, int, int], _Median] = {}
         self._last_end_ns = 0
 
     def ended(
-        self, plan: Planned, width: int, launched_ns: int, end_ns: int, floor_us: int = 0
+        self, plan: PlannedStep, width: int, launched_ns: int, end_ns: int, floor_us: int = 0
     ) -> None:
         """Count a step of a group; both times are of one clock.
 
@@ -94,7 +96,7 @@ class StepLog:
         for index, value in enumerate(found):
             sums[index] += value
 
-    def usual_s(self, plan: Planned, width: int) -> float | None:
+    def usual_s(self, plan: PlannedStep, width: int) -> float | None:
         """Return the median time of such steps in seconds; None if unknown."""
         found = self._medians.get(_size_of(plan, width))
         return found.seconds if found is not None else None

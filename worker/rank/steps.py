@@ -20,12 +20,11 @@ from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
-from worker.engine.inflight_step import POLL_S, InflightStep
-from worker.engine.mode import PreparedMode
-from worker.engine.rank_engine import RankEngine
 from worker.io.step_queue import QueueMessage, Step
 from worker.io.token_publisher import TokenPublisher
 from worker.rank.deferred_step import DeferredStep
+from worker.rank.engine import Engine, EngineMode, Plan, TaskOutput
+from worker.rank.inflight_step import POLL_S, InflightStep
 from worker.rank.led_tasks import LedTasks
 from worker.rank.step_log import StepLog
 
@@ -35,12 +34,12 @@ log = structlog.get_logger()
 class StepOwner(Protocol):
     """What steps need from the runtime that owns them."""
 
-    engine: RankEngine
+    engine: Engine
     book: LedTasks
     ended: list[TaskEnded]
 
     @property
-    def selected(self) -> PreparedMode | None:
+    def selected(self) -> EngineMode | None:
         """The mode of the joined group."""
 
     def lead(self, message: QueueMessage, *, wait_s: float = ...) -> None:
@@ -107,7 +106,7 @@ class Steps:
         is_done = self._runtime.engine.done() if deferred is None else deferred.query
         self._draining = (joined, is_done) if joined is not None else None
 
-    def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
+    def lead(self, mode: EngineMode, binding: Binding, epoch: int) -> int:
         """Launch one step of the led group and finish the one before; return the time taken in µs.
 
         Where results come synchronously (CPU), it finishes the step that it launched.
@@ -118,7 +117,7 @@ class Steps:
         if self._inflight is not None and self._inflight.goes_first():
             self.finish_inflight()
         if mode.scheduler.has_requests():
-            plan = self._plan(mode, binding)
+            plan = mode.plan_step(binding.group, self.finish_inflight)
             if plan.is_empty:
                 # The plan only lists ended tasks: collect the in-flight step's tokens first.
                 self.finish_inflight()
@@ -141,15 +140,9 @@ class Steps:
             self.finish_inflight()
         return (time.perf_counter_ns() - started) // 1000
 
-    def _plan(self, mode: PreparedMode, binding: Binding) -> Any:
-        assert mode.scheduler is not None
-        plan = mode.scheduler.plan_step(self.finish_inflight, mode.pace_tokens(binding.group))
-        plan.mode = mode.mode_of_step(binding.group, plan.tokens)
-        return plan
-
-    def defer(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
+    def defer(self, mode: EngineMode, binding: Binding, epoch: int) -> None:
         """Plan and send the last step of the led group before it is left, and defer it."""
-        plan = self._plan(mode, binding)
+        plan = mode.plan_step(binding.group, self.finish_inflight)
         self._runtime.lead(Step(binding.formation, plan, is_held=True))
         deferred = self._defer(mode, plan, binding.group)
         launched_ns, group = time.monotonic_ns(), binding.group
@@ -157,7 +150,7 @@ class Steps:
             plan, deferred, launched_ns, mode, group, epoch, binding.formation
         )
 
-    def _defer(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
+    def _defer(self, mode: EngineMode, plan: Plan, group: Group) -> DeferredStep:
         # The mode stays selected until the next group is joined, which runs this step first.
         self._deferred = deferred = DeferredStep(mode.ready(plan), group)
         self._count(plan)
@@ -195,11 +188,11 @@ class Steps:
         log.warning("deferred_step_lost", group=deferred.group.name)
         self._runtime.lose_last_step(deferred.group)
 
-    def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
+    def _usual_ns(self, mode: EngineMode, plan: Plan) -> int:
         """Return the usual time of such steps, or what the start-up benchmark measured."""
         if plan.is_empty:
             return 0  # It only lists ended tasks for the followers.
-        seconds = self.log.usual_s(plan, mode.key.width)
+        seconds = self.log.usual_s(plan, mode.width)
         if seconds is None:
             curve = mode.times.curves.get(plan.mode)
             seconds = curve.us(plan.tokens) / 1e6 if curve is not None else 0.0
@@ -210,17 +203,17 @@ class Steps:
         engine = self._runtime.engine
         engine.mailboxes[engine.spec.rank].expect_end(ends_ns)
 
-    def execute(self, mode: PreparedMode, plan: Any) -> Any:
+    def execute(self, mode: EngineMode, plan: Plan) -> Any:
         """Launch a step that this rank or its leader planned."""
         self.started_ns = time.monotonic_ns()
         self._count(plan)
         return mode.execute(plan)
 
-    def _count(self, plan: Any) -> None:
+    def _count(self, plan: Plan) -> None:
         self.count += 1
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
 
-    def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
+    def follow(self, mode: EngineMode, step: Step, binding: Binding) -> None:
         """Launch a step that this rank's leader planned; the leader collects its tokens."""
         plan = step.plan
         if self._is_lost(binding.group, binding.formation):
@@ -299,25 +292,24 @@ class Steps:
         # have migrated with its KV.
         if not self._counts(step):
             raise PeerLostError(step.formation)
-        if step.mode.loans is not None:
-            step.mode.loans.check(step.plan.mode)
-        scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
+        mode, now_ns = step.mode, time.monotonic_ns()
+        assert mode.scheduler is not None
         self.ended_ns = now_ns
-        floor_us = step.mode.times.floor_us.get(step.plan.mode, 0)
-        self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns, floor_us)
-        frees = scheduler.frees_after_step
-        outputs = scheduler.finish_step(step.plan, result)
+        floor_us = mode.times.floor_us.get(step.plan.mode, 0)
+        self.log.ended(step.plan, mode.width, step.began_ns, now_ns, floor_us)
+        frees = mode.scheduler.frees_after_step
+        outputs = mode.finish_step(step.plan, result)
         if outputs:
             self._push(outputs, step.epoch)
-        if step.mode is not self._runtime.selected:
+        if mode is not self._runtime.selected:
             self._detached_end_ns = now_ns
             frees |= any(output.finished for output in outputs)
             if step.group is not None and frees:
                 self._runtime.freed(step.group)
 
-    def _push(self, outputs: Sequence[Any], epoch: int) -> None:
+    def _push(self, outputs: Sequence[TaskOutput], epoch: int) -> None:
         runtime, book = self._runtime, self._runtime.book
-        by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}
+        by_gateway: dict[str, tuple[list[TokenSpan], list[TaskOutput]]] = {}
         for output in outputs:
             led = book.get(output.request_id)
             if led is None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 from worker.__main__ import FIXED_ENVIRONMENT, VLLM_ENVIRONMENT, main
 
@@ -138,9 +138,9 @@ class Device:
         last = copies.last
         return lambda: self._add(Ticket(last.result, 0.0))
 
-    def meet(self, mode: PreparedMode) -> None:
+    def meet(self, width: int) -> None:
         """Let what is launched from now on wait for the other members."""
-        formation = self._formation[mode.key.width]
+        formation, mode = self._formation[width], self._engine.of_width(width)
 
         def compute() -> None:
             self._engine.communicators.enter(formation)
@@ -163,7 +163,7 @@ def install() -> None:
     run = RankLoop.run
 
     def with_device(self: RankLoop) -> None:
-        device = Device(self._engine)
+        device = Device(cast(RankEngine, self._engine))
         engine: Any = RankEngine
         engine.select = lambda _, width, formation=0: device.select(width, formation)
         engine.done = lambda _: device.done()
@@ -172,7 +172,7 @@ def install() -> None:
         mover: Any = self._engine.mover
         mover._copier = copies
         engine.mark = lambda _: device.mark(copies)
-        engine.meet = lambda _, mode: device.meet(mode)
+        engine.meet = lambda _, width: device.meet(width)
         mode: Any = PreparedMode
         mode.execute = device_launch(device)
         run(self)

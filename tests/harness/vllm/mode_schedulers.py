@@ -22,12 +22,10 @@ from coordinator.protocol.config import check_config
 from kvadaptor.views import LAYOUT, KVBuffer
 from tests.harness.cells.servers import MODEL
 from worker.engine.config import ModeKey, mode_config, replica_config
-from worker.engine.scheduling.handover import (
-    RunningState,
-    restore,
-)
+from worker.engine.scheduling.handover import restore
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
+from worker.rank.task_state import RunningState
 
 BLOCK = 32
 WIDTH = 4

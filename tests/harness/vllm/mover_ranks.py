@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.transfer.movers import ExchangeMover, Mover, PeerMover, Round
+from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate, map_peers
+from kvadaptor.transfer.rounds import Mover, Round
 
 GEOMETRY = PageGeometry(
     num_layers=3, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype_bytes=2, tokens_per_slot=4

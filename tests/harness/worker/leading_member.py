@@ -28,13 +28,9 @@ class Stage:
             modes=self.modes,
             mailboxes={},
             spec=SimpleNamespace(rank=RANKS[0]),
-            block_hasher=None,
-            structured_output=None,
             copy_aside=None,
             is_synchronous=False,
-            communicators=SimpleNamespace(
-                is_aborted=lambda *_: False, of=lambda _: self.modes[2].communicator
-            ),
+            communicators=SimpleNamespace(is_aborted=lambda *_: False),
             select=lambda width, formation: self.modes[width],
             of_width=lambda width: self.modes[width],
             meet=lambda _: self.done.append("meet"),
@@ -52,10 +48,9 @@ class Stage:
             holders_of=lambda _: (),
         )
         table = SimpleNamespace(map=lambda *_: None, unmap=lambda _: None) if width > 1 else None
-        communicator = SimpleNamespace(
-            ranks=RANKS[:width], group=SimpleNamespace(mq_broadcaster=queue)
+        return SimpleNamespace(
+            width=width, ranks=RANKS[:width], queue=queue, table=table, scheduler=scheduler
         )
-        return SimpleNamespace(communicator=communicator, table=table, scheduler=scheduler)
 
     def send(self, message: Any) -> None:
         self.done.append("send")

@@ -8,9 +8,9 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
-from worker.engine.step_times import StepCurve, StepTimes
 from worker.io.step_queue import Step
 from worker.rank.led_tasks import LedTask, LedTasks
+from worker.rank.step_times import StepCurve, StepTimes
 from worker.rank.steps import Steps
 
 DP = Binding(Group((Rank(0),), Mode.DP), 3)
@@ -49,33 +49,33 @@ class Scheduler:
     def has_requests(self) -> bool:
         return self.busy
 
-    def plan_step(self, _settle: Any, _pace_tokens: int | None = None) -> Any:
-        self.events.append("plan")
-        tokens = 0 if self.is_empty else 1
+
+class PreparedMode:
+    def __init__(self, name: str, width: int) -> None:
+        self.width = width
+        self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
+        self.scheduler = Scheduler(name)
+        self.results: list[Result] = []
+        self.computed = 0
+
+    def plan_step(self, group: Group, _settle: Any) -> Any:
+        scheduler = self.scheduler
+        scheduler.events.append("plan")
         return SimpleNamespace(
-            tokens=tokens, is_empty=self.is_empty, reads_prompts=False, mode=None, context=0
+            tokens=0 if scheduler.is_empty else 1,
+            is_empty=scheduler.is_empty,
+            reads_prompts=False,
+            mode=group.mode,
+            context=0,
         )
 
     def finish_step(self, _plan: Any, result: str) -> list[Any]:
         assert result == "tokens"
-        self.events.append("finish")
-        return [SimpleNamespace(request_id=self.name, new_token_ids=[7], finished=self.ends)]
-
-
-class PreparedMode:
-    def __init__(self, name: str, width: int) -> None:
-        self.key = SimpleNamespace(width=width)
-        self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
-        self.scheduler = Scheduler(name)
-        self.loans = None
-        self.results: list[Result] = []
-        self.computed = 0
-
-    def pace_tokens(self, _group: Group) -> int | None:
-        return None
-
-    def mode_of_step(self, group: Group, _tokens: int) -> Any:
-        return group.mode
+        scheduler = self.scheduler
+        scheduler.events.append("finish")
+        return [
+            SimpleNamespace(request_id=scheduler.name, new_token_ids=[7], finished=scheduler.ends)
+        ]
 
     def execute(self, _plan: Any) -> Result:
         self.results.append(Result())
@@ -151,5 +151,5 @@ class Stage:
 
 
 def follow(stage: Stage, mode: PreparedMode, binding: Binding, *, is_held: bool = False) -> None:
-    step = Step(binding.formation, mode.scheduler.plan_step(None), is_held)
+    step = Step(binding.formation, mode.plan_step(binding.group, None), is_held)
     stage.steps.follow(cast(Any, mode), step, binding)

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvadaptor.transfer.movers import (
-    ExchangeMover,
-    MoveError,
-    PeerMover,
-    Round,
-    by_source,
-)
+from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate
-from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier
+from kvadaptor.transfer.rounds import Round, by_source
+from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier, MoveError
 from tests.harness.vllm.mover_ranks import (
     GEOMETRY,
     UNITS,

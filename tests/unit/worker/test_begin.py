@@ -59,7 +59,7 @@ def test_a_follower_does_what_its_leader_says() -> None:
     stage.runtime.join(WIDE)
     told = iter([Begin(WIDE.formation, (), 3, -1, meets=True)])
     queue = SimpleNamespace(dequeue=lambda timeout: next(told))
-    stage.modes[2].communicator.group.mq_broadcaster = queue
+    stage.modes[2].queue = queue
     stage.modes[2].scheduler = None
     stage.runtime.follow(WIDE)
     assert stage.done == ["go_before", "meet"]

@@ -15,7 +15,8 @@ from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP
 from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.move_stats import MoveStats
-from kvadaptor.transfer.movers import Finish, PeerMover
+from kvadaptor.transfer.movers import PeerMover
+from kvadaptor.transfer.rounds import Finish
 from kvadaptor.transfer.unit_copy import MoveError
 from worker.rank.migration.copy_rounds import (
     CopyRounds,

@@ -12,8 +12,8 @@ from coordinator.protocol.switch_actions import Join, Leave
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, ReturnCause
 from tests.harness.coordinator.builders import directive, target
-from worker.engine.mode import NoRoomError
 from worker.io.step_queue import LeaveGroup, send
+from worker.rank.engine import NoRoomError
 from worker.rank.formation_abort import FormationAbort
 
 TP2 = target("tp2+dp2", 1)
@@ -37,24 +37,17 @@ class FakeMember:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(communicators=Communicators())
         self.forgotten = 0
-        self.unfinished = 1
         self.dropped: list[int] = []
         self.steps = SimpleNamespace(drop=self.dropped.append)
         self.given_up: list[tuple[list[str], ReturnCause]] = []
 
     def mode_of(self, _group: Any) -> Any:
         return SimpleNamespace(
-            runner=SimpleNamespace(forget_tasks=self._forget),
-            scheduler=SimpleNamespace(
-                requests=dict.fromkeys(NAMES), forget_steps=self._forget_steps
-            ),
+            scheduler=SimpleNamespace(requests=dict.fromkeys(NAMES)), forget_steps=self._forget
         )
 
     def _forget(self) -> None:
         self.forgotten += 1
-
-    def _forget_steps(self) -> None:
-        self.unfinished = 0
 
     def give_up(self, _group: Any, tasks: list[str], cause: ReturnCause) -> None:
         self.given_up.append((tasks, cause))

@@ -14,6 +14,7 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import TaskId, Tier
 from kvadaptor.pages import PagePool
+from worker.rank.engine import EngineFacts
 from worker.rank.hello import hello_of
 from worker.rank.led_tasks import LedTask, LedTasks
 from worker.spec import RankSpec
@@ -27,23 +28,16 @@ def task(name: str, attempt: int) -> LedTask:
     return LedTask(header, attempt, Group(PAIR, Mode.TP), 2)
 
 
-def hello(*deferred: Drop, borrowing: Any = None, **of_spec: Any) -> RankHello:
+def hello(*deferred: Drop, whole_layers_taken: int | None = None, **of_spec: Any) -> RankHello:
     """Of a rank with two tasks, and pages in the lease of a pair."""
     pages = PagePool(9)
     pages.lease_pages(PAIR, 3)
-    scheduling = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
     engine = SimpleNamespace(
         spec=replace(SPEC, **of_spec),
-        borrowing=borrowing,
-        device="cpu",
-        base=SimpleNamespace(
-            scheduler_config=scheduling, model_config=SimpleNamespace(max_model_len=128)
-        ),
+        facts=lambda: EngineFacts("cpu", 4, 128, 64, (), (), whole_layers_taken),
         kv=SimpleNamespace(
             geometry=SimpleNamespace(tokens_per_slot=16, num_kv_heads=8), num_pages=9
         ),
-        memory=tuple,
-        step_times=tuple,
         pages=pages,
     )
     book = LedTasks()
@@ -79,7 +73,6 @@ def test_it_tells_what_part_of_the_weights_it_holds_and_what_it_borrows() -> Non
     assert (message.part, message.parts, message.borrow, message.whole_layers) == (1, 2, "ffn", 3)
     assert hello(rank=Rank(6), parts=4).part == 2
     assert hello(parts=2).widths == (1, 4), "narrower groups lack parts"
-    taken = SimpleNamespace(bytes_borrowed=0, wait_s=0.0, whole_layers=7)
-    auto = hello(parts=2, borrow="ffn", whole_layers="auto", borrowing=taken)
+    auto = hello(parts=2, borrow="ffn", whole_layers="auto", whole_layers_taken=7)
     assert auto.whole_layers == 7
     assert hello(parts=2, borrow="ffn", whole_layers="auto").whole_layers == 0

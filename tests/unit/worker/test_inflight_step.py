@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.engine.inflight_step import FIRST_TOKEN_WAIT_S, InflightStep
+from worker.rank.inflight_step import FIRST_TOKEN_WAIT_S, InflightStep
 
 
 @dataclass

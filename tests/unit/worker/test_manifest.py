@@ -13,7 +13,6 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
-from worker.engine.scheduling.handover import CachedChain, RunningState
 from worker.rank.migration.manifest import (
     Ints,
     Manifest,
@@ -22,6 +21,7 @@ from worker.rank.migration.manifest import (
     plan_move,
     renumbered,
 )
+from worker.rank.task_state import CachedChain, RunningState
 
 PAGES = 12
 BLOCK = 16

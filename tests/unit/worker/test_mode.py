@@ -14,7 +14,7 @@ from comm_pool.mixed import Mixed
 from worker.engine.config import ModeKey
 from worker.engine.mode import PreparedMode
 from worker.engine.scheduling.step_plan import StepPlan
-from worker.engine.step_times import StepCurve, StepTimes
+from worker.rank.step_times import StepCurve, StepTimes
 
 TP = StepCurve(((1, 1_000), (100, 3_000)))
 SP = StepCurve(((1, 2_000), (100, 2_100)))

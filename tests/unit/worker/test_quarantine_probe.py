@@ -26,9 +26,7 @@ class Probed:
         self.computed: list[str] = []
         self.is_full = False
         self.is_aborted = False
-        alone = SimpleNamespace(ranks=RANKS[:1], rank_in_group=0)
-        wide = SimpleNamespace(ranks=RANKS, rank_in_group=0)
-        self._modes = {1: self._mode(1, alone), 2: self._mode(2, wide)}
+        self._modes = {width: self._mode(width) for width in (1, 2)}
         values = (-1.0, -2.0)
         engine: Any = SimpleNamespace(
             spec=SimpleNamespace(together=together, joins=joins),
@@ -43,10 +41,10 @@ class Probed:
         )
         self.probing = QuarantineProbe(engine, after_switch=after_switch)
 
-    def _mode(self, width: int, communicator: Any) -> Any:
+    def _mode(self, width: int) -> Any:
         return SimpleNamespace(
-            key=SimpleNamespace(width=width),
-            communicator=communicator,
+            width=width,
+            ranks=RANKS[:width],
             is_leader=True,
             scheduler=SimpleNamespace(is_full=False),
             execute=lambda plan: plan,

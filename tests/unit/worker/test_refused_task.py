@@ -43,10 +43,10 @@ def test_its_words_are_neither_sent_nor_logged(
     monkeypatch.setattr(member_module, "log", structlog.get_logger())
     engine = SimpleNamespace(
         pages=None, mailboxes={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
-        block_hasher=None, structured_output=None, copy_aside=None, is_synchronous=False,
+        intake=SimpleNamespace(request=lambda payload: payload.decode()),
+        copy_aside=None, is_synchronous=False,
     )  # fmt: skip
     runtime = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
-    runtime.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))
     runtime._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
     runtime.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)
     assert runtime.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]

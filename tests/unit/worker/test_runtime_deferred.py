@@ -50,7 +50,7 @@ def follower(*told: Any) -> tuple[Stage, Held]:
         return message
 
     queue = SimpleNamespace(dequeue=dequeue)
-    stage.modes[2].communicator.group.mq_broadcaster = queue
+    stage.modes[2].queue = queue
     stage.modes[2].scheduler = None
     stage.runtime.join(WIDE)
     held = Held(stage.done)

@@ -35,16 +35,12 @@ def runtime() -> GroupRuntime:
     """A follower that has leased all its pages to a group."""
     pages = PagePool(9)
     pages.lease_pages(RANKS, 8)
-    mode = SimpleNamespace(
-        communicator=SimpleNamespace(ranks=RANKS), table=Table(), scheduler=None, key=None
-    )
+    mode = SimpleNamespace(ranks=RANKS, table=Table(), scheduler=None)
     engine = SimpleNamespace(
         pages=pages,
-        modes={2: mode},
+        of_width=lambda _: mode,
         mailboxes={},
         spec=SimpleNamespace(rank=Rank(1)),
-        block_hasher=None,
-        structured_output=None,
         copy_aside=None,
         is_synchronous=False,
     )

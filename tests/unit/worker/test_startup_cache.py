@@ -4,7 +4,7 @@ from comm_pool.cpu.cell_memory import cell_memory
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
 from worker.engine.startup_cache import StartupMeasurements
-from worker.engine.step_times import StepCurve, StepTimes
+from worker.rank.step_times import StepCurve, StepTimes
 
 
 def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_pool.layout import Mode, StepMode
-from worker.engine.step_times import (
+from worker.rank.step_times import (
     PACE,
     StepCurve,
     StepTimes,

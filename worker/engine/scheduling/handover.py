@@ -8,7 +8,6 @@ whose KV came from a connector: waiting, with computed tokens and its own blocks
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,11 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from coordinator.protocol.messages.gateway import PREFIXES_MAX
-from coordinator.protocol.prefixes import BLOCK_TOKENS
-
-Blocks = npt.NDArray[np.int64]
-"""Logical block numbers of a scheduler."""
+from worker.rank.task_state import Blocks, CachedChain, RunningState
 
 CACHE_GROUP = 0
 """A mode has one KV cache group, so blocks hash alike in all modes."""
@@ -32,53 +27,6 @@ REMEMBERED_CHAINS_MAX = 4096
 """Maximum finished requests whose cached blocks are still tracked, the newest ones."""
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int64)
-
-_decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunningState:
-    """A running task; `blocks` (m,) hold its KV, or will after the in-flight step.
-
-    `computed` tokens have KV after that step, `settled` of them have it now. `generated` are the
-    `count` tokens as of now, encoded, because that is by far the quickest form to transfer.
-    """
-
-    task: str
-    generated: bytes
-    count: int
-    computed: int
-    settled: int
-    blocks: Blocks
-    hashes: list[bytes]
-    prefill_stats: Any
-
-    def tokens(self) -> list[int]:
-        """Return the generated tokens."""
-        return _decode_tokens(self.generated)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedChain:
-    """Cached blocks of a finished request; `hashes` has one entry per block.
-
-    `prefixes` are the keys by which the coordinator knows the beginning of its prompt.
-    """
-
-    blocks: Blocks
-    hashes: list[bytes]
-    prefixes: tuple[int, ...] = ()
-
-    def prefix_in(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
-        """Return the part of the chain that these blocks at a new place hold."""
-        known = blocks.size * block_tokens // BLOCK_TOKENS
-        return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
-
-
-def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
-    """Return the prefixes to report to the coordinator, oldest first, at most what it keeps."""
-    known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
-    return tuple(known)[-PREFIXES_MAX:]
 
 
 class FinishedChains:

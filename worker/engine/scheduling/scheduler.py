@@ -25,9 +25,7 @@ from kvadaptor.pages import distinct
 from worker.engine.counters import EngineCounts
 from worker.engine.scheduling.grants import BlockGrants
 from worker.engine.scheduling.handover import (
-    CachedChain,
     FinishedChains,
-    RunningState,
     cache_chain,
     can_move,
     forget_hashes,
@@ -36,6 +34,7 @@ from worker.engine.scheduling.handover import (
     take_blocks,
 )
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
+from worker.rank.task_state import CachedChain, RunningState
 
 REGISTERED_PER_STEP = 32
 """Maximum migrated tasks registered after one step: 1-2 ms for contexts of 1,000 tokens."""
@@ -220,6 +219,16 @@ class ModeScheduler(Scheduler):
 
     def _still_written(self) -> list[int]:
         return [block.block_id for _, freed in self.deferred_frees for block in freed]
+
+    @property
+    def blocks_free(self) -> int:
+        """Granted blocks that are free."""
+        return self.grants.free
+
+    @property
+    def blocks_total(self) -> int:
+        """Granted blocks."""
+        return self.grants.total
 
     @property
     def frees_after_step(self) -> bool:

@@ -11,21 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.move_stats import MoveStats
-from kvadaptor.transfer.movers import PeerMover, by_source
-from worker.engine.rank_engine import RankEngine
-from worker.engine.scheduling.handover import CachedChain
+from kvadaptor.transfer.rounds import by_source
+from worker.rank.engine import Continuation, Engine, Tokens
 from worker.rank.migration.copy_thread import CopyThread
 from worker.rank.migration.manifest import Bools, Ints, MigrationPlan, TaskSnapshot
+from worker.rank.task_state import CachedChain
 
 log = structlog.get_logger()
 
@@ -54,9 +52,9 @@ class IncomingTask:
     """A task that this rank will lead: its snapshot, rebuilt request, blocks and tokens."""
 
     cargo: TaskSnapshot
-    request: Any
+    request: Continuation
     blocks: Ints
-    tokens: npt.NDArray[np.int32]
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class CopyRounds:
 
     def __init__(
         self,
-        engine: RankEngine,
+        engine: Engine,
         mailboxes: Mapping[Rank, RankMailbox],
         rank: Rank,
         look: Callable[[], None],
@@ -168,7 +166,7 @@ class CopyRounds:
             [each for each in plan.copies if each.round == number]
             for number in range(1, plan.rounds + 1)
         ]
-        if pending.move.may_begin_early and isinstance(self._engine.mover, PeerMover):
+        if pending.move.may_begin_early and self._engine.mover.is_one_sided:
             self._copy_beside_steps(pending, rounds[0] if rounds else [], meanwhile)
         else:
             self._copy_after_steps(pending, rounds[0] if rounds else [], meanwhile)

@@ -10,8 +10,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 from kvadaptor.transfer.move_stats import MoveStats
-from kvadaptor.transfer.movers import Finish, Round
-from worker.engine.rank_engine import RankEngine
+from kvadaptor.transfer.rounds import Finish, Round
+from worker.rank.engine import Engine
 
 _Start = tuple[Finish, Callable[[], None]]
 
@@ -31,7 +31,7 @@ class _AtOnce(Executor):
 class CopyThread:
     """Runs the copies of one migration at a time; used by the rank's main loop alone."""
 
-    def __init__(self, engine: RankEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread: Executor = _AtOnce()
         if not engine.is_synchronous:

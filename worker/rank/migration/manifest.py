@@ -25,7 +25,7 @@ from kvadaptor.reshard.terms import (
     ReshardInput,
     ReshardPlan,
 )
-from worker.engine.scheduling.handover import CachedChain, RunningState
+from worker.rank.task_state import CachedChain, RunningState
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -8,7 +8,6 @@ read: if that has begun and no commit follows, the tasks have lost their KV and 
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -20,7 +19,7 @@ from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
 from kvadaptor.reshard.terms import ReshardError
-from worker.engine.scheduling.handover import RunningState, go_on, prefixes_of, tokens_of
+from worker.rank.engine import EngineMode, EngineScheduler
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (
     CopyRounds,
@@ -34,10 +33,7 @@ from worker.rank.migration.manifest import Ints, LateTokens, MigrationPlan, Rank
 from worker.rank.migration.own_manifest import manifest_of, nothing_of
 from worker.rank.migration.plan_ahead import MigrationPlanner, log_shortage
 from worker.rank.runtime_protocol import Runtime
-
-if TYPE_CHECKING:
-    from worker.engine.mode import PreparedMode
-    from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.rank.task_state import RunningState, prefixes_of
 
 log = structlog.get_logger()
 
@@ -56,7 +52,7 @@ class Migration:
         self._pending: PreparedMigration | None = None
         self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on)
         self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
-        self._publication: tuple[ModeScheduler | None, list[RunningState]] | None = None
+        self._publication: tuple[EngineScheduler | None, list[RunningState]] | None = None
         """The scheduler and the tasks of the manifest, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the migration is committed."""
@@ -245,8 +241,8 @@ class Migration:
                 pending.chains.append(chain)
                 continue
             _, cargo = move.cargo[carried.id]
-            request = self._runtime.intake.continued_request(cargo.payload, cargo.state)
-            blocks, known = move.blocks(carried), tokens_of(request)
+            request = self._runtime.engine.intake.continued_request(cargo.payload, cargo.state)
+            blocks, known = move.blocks(carried), request.token_ids()
             pending.incoming.append(IncomingTask(cargo, request, blocks, known))
             self.look()
 
@@ -260,7 +256,7 @@ class Migration:
         for each in pending.incoming:
             news = late.get(each.cargo.state.task)
             if news is not None:
-                go_on(each.request, news.tokens)
+                each.request.go_on(news.tokens)
                 cargo = replace(each.cargo, emitted=news.emitted)
                 incoming.append(replace(each, cargo=cargo))
         pending.incoming = incoming
@@ -276,14 +272,14 @@ class Migration:
         ranks, self._meets_in = self._meets_in, ()
         return ranks == group.ranks
 
-    def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
+    def arrive(self, mode: EngineMode, *, meets: bool) -> None:
         """Keep new writes away from pages that copies of the last migration still need.
 
         If members synchronize (`meets`), their devices wait for the copies, otherwise the host.
         """
         if meets:
             self._rounds.go_before()
-            self._runtime.engine.meet(mode)
+            self._runtime.engine.meet(mode.width)
         else:
             self._rounds.end_all()
 

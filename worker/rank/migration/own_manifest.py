@@ -4,9 +4,9 @@ import numpy as np
 
 from comm_pool.layout import Group, Rank
 from coordinator.protocol.terms import TaskId
-from worker.engine.scheduling.handover import CachedChain
 from worker.rank.migration.manifest import Manifest, TaskSnapshot
 from worker.rank.runtime_protocol import Runtime
+from worker.rank.task_state import CachedChain
 
 CACHED_BYTES_MAX = 4 << 30
 """KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""

@@ -16,7 +16,7 @@ from comm_pool.layout import Rank
 from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
-from worker.engine.rank_engine import RankEngine
+from worker.rank.engine import Engine
 from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
 
 log = structlog.get_logger()
@@ -35,9 +35,7 @@ class _PlannedAhead:
 class MigrationPlanner:
     """Plans the next migration."""
 
-    def __init__(
-        self, engine: RankEngine, mailboxes: Mapping[Rank, RankMailbox], rank: Rank
-    ) -> None:
+    def __init__(self, engine: Engine, mailboxes: Mapping[Rank, RankMailbox], rank: Rank) -> None:
         self._engine = engine
         self._mailboxes = mailboxes
         self._rank = rank

@@ -1,0 +1,67 @@
+"""What a leader publishes of its tasks for a migration: running ones, and what ended ones cached.
+
+The engine of the next leader continues a task from its `RunningState` exactly: the tokens so far,
+how many of them have KV, and the block hashes. The request itself travels as the gateway's payload.
+Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.protocol.messages.gateway import PREFIXES_MAX
+from coordinator.protocol.prefixes import BLOCK_TOKENS
+
+Blocks = npt.NDArray[np.int64]
+"""Logical block numbers of a scheduler."""
+
+_decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningState:
+    """A running task; `blocks` (m,) hold its KV, or will after the in-flight step.
+
+    `computed` tokens have KV after that step, `settled` of them have it now. `generated` are the
+    `count` tokens as of now, encoded, because that is by far the quickest form to transfer.
+    """
+
+    task: str
+    generated: bytes
+    count: int
+    computed: int
+    settled: int
+    blocks: Blocks
+    hashes: list[bytes]
+    prefill_stats: Any
+
+    def tokens(self) -> list[int]:
+        """Return the generated tokens."""
+        return _decode_tokens(self.generated)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedChain:
+    """Cached blocks of a finished request; `hashes` has one entry per block.
+
+    `prefixes` are the keys by which the coordinator knows the beginning of its prompt.
+    """
+
+    blocks: Blocks
+    hashes: list[bytes]
+    prefixes: tuple[int, ...] = ()
+
+    def prefix_in(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
+        """Return the part of the chain that these blocks at a new place hold."""
+        known = blocks.size * block_tokens // BLOCK_TOKENS
+        return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
+
+
+def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
+    """Return the prefixes to report to the coordinator, oldest first, at most what it keeps."""
+    known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
+    return tuple(known)[-PREFIXES_MAX:]
