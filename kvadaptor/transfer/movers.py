@@ -19,8 +19,8 @@ import torch.distributed as dist
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.peers import map_peers
-from kvadaptor.transfer.rounds import CopiesBySource, Finish, Mover, Round, Units
-from kvadaptor.transfer.unit_copy import Copier, Copies, MoveError, make_copier
+from kvadaptor.transfer.rounds import CopiesBySource, Finish, MoveError, Mover, Round, Units
+from kvadaptor.transfer.unit_copy import Copier, Copies, make_copier
 
 STAGING_BYTES = 256 << 20
 """Memory of an `ExchangeMover`: two halves used in turn, each for sending and receiving."""

@@ -21,6 +21,10 @@ Finish = Callable[[], MoveStats]
 """Waits until this rank's copies have arrived, and returns their statistics."""
 
 
+class MoveError(ValueError):
+    """Units that do not exist, or memory that cannot be copied in units; nothing was copied."""
+
+
 class Mover(Protocol):
     """Moves units between ranks, numbered in the mover's group; U is given as `units`."""
 

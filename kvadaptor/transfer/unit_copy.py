@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvadaptor.transfer.rounds import Units
+from kvadaptor.transfer.rounds import MoveError, Units
 
 if TYPE_CHECKING:
     from kvadaptor.transfer.copy_kernel import Shape
@@ -25,10 +25,6 @@ SLICES = 64
 """Number of turns in which the sources of one launch alternate, so that all links stay busy."""
 
 TABLE_ROWS = 4
-
-
-class MoveError(ValueError):
-    """Units that do not exist, or memory that cannot be copied in units; nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

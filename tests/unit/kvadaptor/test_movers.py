@@ -11,8 +11,8 @@ import torch
 
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate
-from kvadaptor.transfer.rounds import Round, by_source
-from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier, MoveError
+from kvadaptor.transfer.rounds import MoveError, Round, by_source
+from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier
 from tests.harness.vllm.mover_ranks import (
     GEOMETRY,
     UNITS,

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.io.step_queue import Begin
 

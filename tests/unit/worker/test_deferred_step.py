@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from tests.harness.worker.stepping_rank import DP, TP, PreparedMode, Stage, follow

@@ -4,10 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
-pytest.importorskip("vllm")
-
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Drop, RankHello
 from coordinator.protocol.messages.tasks import TaskHeader

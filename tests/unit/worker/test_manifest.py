@@ -7,8 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier

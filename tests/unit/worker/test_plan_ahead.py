@@ -6,8 +6,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target

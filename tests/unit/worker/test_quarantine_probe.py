@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding

@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP
 from coordinator.protocol.messages.rank import Directive

@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.switch_actions import Leave, Resolve

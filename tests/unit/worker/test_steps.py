@@ -5,8 +5,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import TaskId
