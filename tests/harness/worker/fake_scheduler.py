@@ -1,0 +1,415 @@
+"""A scheduler of one mode in memory: tasks, their blocks, and steps that it plans.
+
+It does what a rank can see of vLLM's: running tasks first, then waiting ones; a step takes as many
+tokens as its budget allows; blocks that an in-flight step writes are free after it; a task that
+finds no block preempts the last one. It caches no prefixes. Tokens depend on the prompt and the
+position alone (`token_at`), so a task goes on with the same ones wherever it is.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from comm_pool.layout import Mode, StepMode
+from coordinator.protocol.terms import TaskId
+from worker.rank.engine import LeaseIndices, Tokens
+from worker.rank.task_state import Blocks, CachedChain, RunningState
+
+VOCABULARY = 1000
+
+
+def token_at(prompt: Sequence[int], position: int) -> int:
+    """The token at a position, counted from the prompt's first one."""
+    if position < len(prompt):
+        return prompt[position]
+    return zlib.crc32(f"{list(prompt)} {position}".encode()) % VOCABULARY
+
+
+def fake_payload(name: str, prompt: Sequence[int], max_tokens: int, *, moves: bool = True) -> bytes:
+    """A request as `FakeIntake` reads it; one that does not `move` cannot migrate."""
+    return json.dumps([name, list(prompt), max_tokens, moves]).encode()
+
+
+class FakeRequest:
+    """A task: its tokens, and how many of them have KV or get it in the in-flight steps."""
+
+    def __init__(self, name: str, prompt: list[int], max_tokens: int, moves: bool) -> None:
+        self.name = TaskId(name)
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.moves = moves
+        self.tokens: list[int] = []
+        self.planned = 0
+        """Tokens that in-flight steps will give it."""
+        self.computed = self.in_flight = 0
+        self.blocks: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """All tokens that are known once the in-flight steps are over."""
+        return len(self.prompt) + len(self.tokens) + self.planned
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs no step any more."""
+        return len(self.tokens) + self.planned >= self.max_tokens
+
+    def token_ids(self) -> Tokens:
+        """See `Continuation`."""
+        return np.array(self.prompt + self.tokens, dtype=np.int32)
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """See `Continuation`."""
+        self.tokens += tokens
+
+
+class FakeIntake:
+    """Reads `fake_payload`s."""
+
+    def request(self, payload: bytes) -> FakeRequest:
+        """See `Intake`."""
+        name, prompt, max_tokens, moves = json.loads(payload)
+        if not prompt:
+            raise ValueError(f"{name} has no prompt")
+        return FakeRequest(name, prompt, max_tokens, moves)
+
+    def continued_request(self, payload: bytes, state: RunningState) -> FakeRequest:
+        """See `Intake`."""
+        request = self.request(payload)
+        request.tokens, request.computed = state.tokens(), state.computed
+        return request
+
+
+@dataclass(frozen=True)
+class Part:
+    """One task's part of a step: its tokens from `start` on, which its blocks hold."""
+
+    name: TaskId
+    prompt: tuple[int, ...]
+    start: int
+    count: int
+    blocks: tuple[int, ...]
+    gives: bool
+    """Whether the step gives it a token."""
+
+
+@dataclass
+class FakePlan:
+    """A step as it is sent to followers."""
+
+    parts: tuple[Part, ...]
+    ended: frozenset[str]
+    """Tasks that the runners forget."""
+    number: int
+    mode: StepMode = Mode.DP
+
+    @property
+    def tokens(self) -> int:
+        """See `PlannedStep`."""
+        return sum(each.count for each in self.parts)
+
+    @property
+    def context(self) -> int:
+        """See `PlannedStep`."""
+        return sum(each.start for each in self.parts)
+
+    @property
+    def is_empty(self) -> bool:
+        """See `Plan`."""
+        return not self.parts
+
+    @property
+    def reads_prompts(self) -> bool:
+        """See `Plan`."""
+        return self.tokens > len(self.parts)
+
+
+@dataclass(frozen=True)
+class FakeOutput:
+    """See `TaskOutput`."""
+
+    request_id: TaskId
+    new_token_ids: list[int]
+    finished: bool
+
+
+@dataclass
+class FakeScheduler:
+    """See `EngineScheduler`."""
+
+    slots_per_page: int
+    tokens_per_block: int
+    max_tasks: int
+    tokens_per_step_max: int
+    requests: dict[str, FakeRequest] = field(default_factory=dict)
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.running: list[FakeRequest] = []
+        self.waiting: list[FakeRequest] = []
+        self._ended: set[str] = set()
+        self._gone: set[str] = set()
+        self._granted: set[int] = set()
+        self._free: list[int] = []
+        self._late: list[tuple[int, list[int]]] = []
+        """Blocks that are free once the step of this number is over."""
+        self._bundles: list[set[int]] = []
+        self._parked: set[int] = set()
+        self._planned = self._over = 0
+        """Numbers of the last step that was planned, and of the last one that is over."""
+
+    # ------------------------------------------------------------------ what it has
+
+    @property
+    def idle(self) -> bool:
+        """See `EngineScheduler`, as all that follows."""
+        return not self.requests
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.requests) + len(self._ended) >= self.max_tasks
+
+    @property
+    def reads_no_prompt(self) -> bool:
+        return all(each.length - each.computed == 1 for each in self.running)
+
+    @property
+    def frees_after_step(self) -> bool:
+        return bool(self._late)
+
+    @property
+    def blocks_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def blocks_total(self) -> int:
+        return len(self._granted)
+
+    def has_requests(self) -> bool:
+        return bool(self.requests or self._ended)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def holding(self) -> list[str]:
+        return [name for name in self._here() if self.requests[name].blocks]
+
+    def not_holding(self) -> list[str]:
+        return [name for name in self._here() if not self.requests[name].blocks]
+
+    def not_movable(self) -> list[str]:
+        return [name for name in self.holding() if not self.requests[name].moves]
+
+    def _here(self) -> list[str]:
+        return [name for name in self.requests if name not in self._gone]
+
+    # ------------------------------------------------------------------ pages
+
+    def grant(self, indices: LeaseIndices) -> None:
+        self.tidy()
+        granted = self._blocks(indices)
+        assert 0 not in granted, "the null page cannot be granted."
+        assert self._used() <= granted, "a task holds a block that is not granted."
+        self._set(granted)
+
+    def withdraw(self) -> LeaseIndices:
+        used = {block // self.slots_per_page for block in self._used()}
+        self._bundles = [each for each in self._bundles if each & used]
+        self._parked = used.union(*self._bundles)
+        return np.array(sorted(self._parked), dtype=np.int64)
+
+    def holders_of(self, indices: LeaseIndices) -> list[str]:
+        blocks = self._blocks(np.array([each for each in indices if each in self._parked], int))
+        return [name for name in self.holding() if blocks & {*self.requests[name].blocks}]
+
+    def _blocks(self, indices: Iterable[int]) -> set[int]:
+        size = self.slots_per_page
+        return {int(index) * size + place for index in indices for place in range(size)}
+
+    def _used(self) -> set[int]:
+        late = {block for _, blocks in self._late for block in blocks}
+        return late.union(*(self.requests[name].blocks for name in self._here()))
+
+    def _set(self, granted: set[int]) -> None:
+        self._free = [each for each in self._free if each in granted]
+        self._free += sorted(granted - self._granted - self._used())
+        self._granted = granted
+
+    def _take(self, request: FakeRequest, tokens: int) -> bool:
+        """Give a task the blocks for so many tokens, if they are free."""
+        missing = -(-tokens // self.tokens_per_block) - len(request.blocks)
+        if missing > len(self._free):
+            return False
+        request.blocks += [self._free.pop(0) for _ in range(missing)]
+        return True
+
+    def _release(self, request: FakeRequest) -> None:
+        blocks, request.blocks = request.blocks, []
+        if request.in_flight:
+            self._late.append((self._planned, blocks))
+        else:
+            self._free += blocks
+
+    # ------------------------------------------------------------------ steps
+
+    def plan_step(self) -> FakePlan:
+        """Schedule one step."""
+        self.tidy()
+        room, parts = self.tokens_per_step_max, list[Part]()
+        for request in list(self.running):
+            if request.is_over or not room or request not in self.running:
+                continue
+            if (part := self._part(request, room, preempts=True)) is not None:
+                parts.append(part)
+                room -= part.count
+        while self.waiting and room and len(self.running) < self.max_tasks:
+            if (part := self._part(self.waiting[0], room, preempts=not self.running)) is None:
+                break
+            self.running.append(self.waiting.pop(0))
+            parts.append(part)
+            room -= part.count
+        self._planned += 1
+        ended, self._ended = frozenset(self._ended), set()
+        return FakePlan(tuple(parts), ended, self._planned)
+
+    def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
+        start = request.computed
+        count = min(request.length - start, room)
+        while not self._take(request, start + count):
+            if not preempts or not self._preempt(request):
+                return None
+        request.computed += count
+        request.in_flight += count
+        gives = request.computed == request.length
+        request.planned += gives
+        prompt, blocks = tuple(request.prompt), tuple(request.blocks)
+        return Part(request.name, prompt, start, count, blocks, gives)
+
+    def _preempt(self, wants: FakeRequest) -> bool:
+        """Take the blocks of the last task that no step computes."""
+        others = [*self.running, *(each for each in self.waiting if each.blocks)]
+        for last in reversed(others):
+            if last is not wants and not last.in_flight:
+                self._release(last)
+                last.computed = 0
+                self.preemptions += 1
+                if last in self.running:
+                    self.running.remove(last)
+                    self.waiting.insert(0, last)
+                return True
+        return False
+
+    def finish_step(self, plan: FakePlan, tokens: Mapping[str, int]) -> list[FakeOutput]:
+        """Take in what a step gave."""
+        self._over = plan.number
+        outputs: list[FakeOutput] = []
+        for part in plan.parts:
+            request = self.requests.get(part.name)
+            if request is None or part.name in self._gone or not request.in_flight:
+                continue
+            request.in_flight -= part.count
+            if part.gives:
+                request.planned -= 1
+                request.tokens.append(tokens[part.name])
+                is_last = len(request.tokens) >= request.max_tokens
+                outputs.append(FakeOutput(request.name, request.tokens[-1:], is_last))
+                if is_last:
+                    self._remove(part.name)
+        self._free_late()
+        return outputs
+
+    def forget_steps(self) -> None:
+        """Free what steps that never end would write."""
+        self._over = self._planned
+        self._free_late()
+
+    def _free_late(self) -> None:
+        over = [each for each in self._late if each[0] <= self._over]
+        self._late = [each for each in self._late if each[0] > self._over]
+        for _, blocks in over:
+            self._free += [block for block in blocks if block in self._granted]
+
+    # ------------------------------------------------------------------ tasks
+
+    def add_task(self, request: FakeRequest, generated: list[int]) -> None:
+        request.tokens = list(generated)
+        self.requests[request.name] = request
+        self.waiting.append(request)
+
+    def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        names = [name for name in request_ids if name in self.requests]
+        return {name: self._remove(name).tokens for name in names}
+
+    def _remove(self, name: str) -> FakeRequest:
+        request = self.requests.pop(name)
+        self._release(request)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self._gone.discard(name)
+        self._ended.add(name)
+        return request
+
+    def leave_to_others(self, request_ids: Iterable[str]) -> None:
+        self._gone.update(name for name in request_ids if name in self.requests)
+
+    def tidy(self) -> None:
+        for name in list(self._gone):
+            self._remove(name)
+
+    # ------------------------------------------------------------------ migration
+
+    def movable(self, _cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
+        held = (self.requests[name] for name in self.holding())
+        return [self._state(each) for each in held if each.moves and each.computed], []
+
+    def _state(self, request: FakeRequest) -> RunningState:
+        blocks = request.blocks[: -(-request.computed // self.tokens_per_block)]
+        return RunningState(
+            request.name,
+            msgspec.msgpack.encode(request.tokens),
+            len(request.tokens),
+            request.computed,
+            request.computed - request.in_flight,
+            np.array(blocks, dtype=np.int64),
+            [],
+            None,
+        )
+
+    def written_blocks(self) -> Blocks:
+        written = [block for _, blocks in self._late for block in blocks]
+        for request in (self.requests[name] for name in self.holding()):
+            if request.in_flight:
+                settled = request.computed - request.in_flight
+                written += request.blocks[settled // self.tokens_per_block :]
+        return np.array(written, dtype=np.int64)
+
+    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
+        known = (each for each in states if each.task in self.requests)
+        return {each.task: self.requests[each.task].tokens[each.count :] for each in known}
+
+    def adopt(
+        self,
+        tasks: Iterable[tuple[Any, Blocks]],
+        chains: Sequence[CachedChain],
+        granted: LeaseIndices,
+        indices: LeaseIndices,
+        known: Mapping[str, Tokens] | None = None,
+    ) -> None:
+        assert not chains, "it caches nothing that it could be given."
+        assert known is None or all(isinstance(each, np.ndarray) for each in known.values())
+        self.tidy()
+        self._set(self._granted | self._blocks(granted))
+        if len(indices):
+            self._bundles.append(set(indices.tolist()))
+        for request, blocks in tasks:
+            request.blocks = blocks.tolist()
+            assert {*request.blocks} <= {*self._free}, "the blocks of a task are not free."
+            self._free = [each for each in self._free if each not in request.blocks]
+            self.requests[request.name] = request
+            self.waiting.append(request)
