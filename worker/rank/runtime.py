@@ -26,11 +26,10 @@ from worker.io.step_queue import (
     receive,
     send,
 )
-from worker.io.token_publisher import TokenPublisher
 from worker.rank.engine import Engine, EngineMode, EngineScheduler
 from worker.rank.led_tasks import MOVED, LedTask, LedTasks
 from worker.rank.migration.migration import Migration
-from worker.rank.steps import Steps
+from worker.rank.steps import Steps, TokenSink
 
 log = structlog.get_logger()
 
@@ -41,7 +40,7 @@ VERSIONS_PER_INCARNATION = 1 << 32
 class GroupRuntime:
     """This rank's role in the groups it belongs to; at most one of them is selected."""
 
-    def __init__(self, engine: Engine, incarnation: int, publisher: TokenPublisher) -> None:
+    def __init__(self, engine: Engine, incarnation: int, publisher: TokenSink) -> None:
         self.engine = engine
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []

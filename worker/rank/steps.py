@@ -21,7 +21,6 @@ from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
 from worker.io.step_queue import QueueMessage, Step
-from worker.io.token_publisher import TokenPublisher
 from worker.rank.deferred_step import DeferredStep
 from worker.rank.engine import Engine, EngineMode, Plan, TaskOutput
 from worker.rank.inflight_step import POLL_S, InflightStep
@@ -52,10 +51,17 @@ class StepOwner(Protocol):
         """Give up the detached step of a group that lacks a member."""
 
 
+class TokenSink(Protocol):
+    """What sends tokens to gateways; `TokenPublisher` does."""
+
+    def push(self, reply_to: str, header: TokenBatch, outputs: Sequence[Any]) -> None:
+        """Send the outputs of a step's tasks of one gateway, in the order of the header's spans."""
+
+
 class Steps:
     """Launches steps of the selected mode and collects their tokens."""
 
-    def __init__(self, runtime: StepOwner, incarnation: int, publisher: TokenPublisher) -> None:
+    def __init__(self, runtime: StepOwner, incarnation: int, publisher: TokenSink) -> None:
         self._runtime = runtime
         self._incarnation = incarnation
         self._publisher = publisher

@@ -150,7 +150,7 @@ def serve(
         poisoned_ring.install()
     engine = build_engine(base, own)
     collector = Collector()
-    member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]
+    member = GroupRuntime(engine, 1, collector)
     everybody = tuple(Rank(each) for each in range(config.cell.ranks))
     group, alone = Group(everybody, Mode.SHIFT), spec.get("alone")
     if alone is not None:
