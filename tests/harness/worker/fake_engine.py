@@ -285,6 +285,7 @@ class FakeEngine:
         self.is_synchronous = True
         self.has_no_room = False
         """Whether steps fail for want of device memory."""
+        self.whole_layers: int | None = None
         self.kv = cell.memory[spec.rank]
         self.pages = PagePool(self.kv.num_pages)
         self.mailboxes = cell.mailboxes
@@ -326,7 +327,7 @@ class FakeEngine:
             tokens_per_step_max=self.cell.budget,
             memory=(("kv", self.kv.words.nbytes),),
             step_times=tuple(width_times(mode.times) for mode in self.modes.values()),
-            whole_layers=None,
+            whole_layers=self.whole_layers,
         )
 
     def gauges(self) -> tuple[tuple[str, int], ...]:

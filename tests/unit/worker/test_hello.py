@@ -1,22 +1,19 @@
 """What a rank says of what it holds when a session begins."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Drop, RankHello
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import TaskId, Tier
-from kvadaptor.pages import PagePool
-from worker.rank.engine import EngineFacts
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
 from worker.rank.hello import hello_of
-from worker.rank.led_tasks import LedTask, LedTasks
-from worker.spec import RankSpec
+from worker.rank.led_tasks import LedTask
 
 PAIR = (Rank(0), Rank(1))
-SPEC = RankSpec(Rank(0), Rank(0), 4, (1, 2, 4), 4, "", 1)
 
 
 def task(name: str, attempt: int) -> LedTask:
@@ -26,23 +23,14 @@ def task(name: str, attempt: int) -> LedTask:
 
 def hello(*deferred: Drop, whole_layers_taken: int | None = None, **of_spec: Any) -> RankHello:
     """Of a rank with two tasks, and pages in the lease of a pair."""
-    pages = PagePool(9)
-    pages.lease_pages(PAIR, 3)
-    engine = SimpleNamespace(
-        spec=replace(SPEC, **of_spec),
-        facts=lambda: EngineFacts("cpu", 4, 128, 64, (), (), whole_layers_taken),
-        kv=SimpleNamespace(
-            geometry=SimpleNamespace(tokens_per_slot=16, num_kv_heads=8), num_pages=9
-        ),
-        pages=pages,
-    )
-    book = LedTasks()
+    rank = FakeRank(FakeCell(4))
+    engine, runtime = rank.engine, rank.runtime
+    engine.spec = replace(engine.spec, **of_spec)
+    engine.whole_layers = whole_layers_taken
+    engine.pages.lease_pages(PAIR, 3)
     for each in (task("a", 1), task("b", 2)):
-        book.open(each)
-    migration = SimpleNamespace(ranks=(), epoch=0, adopted=())
-    runtime = SimpleNamespace(book=book, migration=migration)
-    what: Any = engine, runtime, SwitchParticipant(Rank(0), 1), deferred
-    return hello_of(*cast(Any, what))
+        runtime.book.open(each)
+    return hello_of(engine, runtime, SwitchParticipant(Rank(0), 1), deferred)
 
 
 def held(message: RankHello) -> list[tuple[str, int]]:

@@ -1,18 +1,40 @@
 """When a leader lets its group compute the probe before the first step."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.terms import Binding
+from comm_pool.layout import Group, Mode, Rank, StepMode
+from coordinator.protocol.terms import Binding, Phase
+from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell, FakeProbe
+from tests.harness.worker.fake_rank import FakeRank
+from tests.harness.worker.fake_scheduler import FakeScheduler, fake_payload
 from worker.rank.quarantine_probe import QuarantineProbe
 
 RANKS = (Rank(0), Rank(1))
 TP2, SP2 = Group(RANKS, Mode.TP), Group(RANKS, Mode.SP)
 START = {Rank(0): 100, Rank(1): 100}
+
+
+class LostProbe(FakeProbe):
+    """A probe during which the group loses a member, if the test says so."""
+
+    def __init__(self, rank: FakeRank) -> None:
+        super().__init__()
+        self.rank = rank
+        self.loses = False
+
+    def run(self, execute: Callable[[Any], Any], mode: StepMode) -> tuple[float, ...]:
+        values = super().run(execute, mode)
+        if self.loses:
+            engine = self.rank.engine
+            assert engine.selected is not None
+            engine.communicators.abort(engine.selected.ranks, engine.formation)
+        return values
 
 
 class Probed:
@@ -21,55 +43,41 @@ class Probed:
     def __init__(
         self, together: dict[Rank, int], *, joins: bool = False, after_switch: bool = False
     ) -> None:
-        self.computed: list[str] = []
-        self.is_full = False
-        self.is_aborted = False
-        self._modes = {width: self._mode(width) for width in (1, 2)}
-        values = (-1.0, -2.0)
-        engine: Any = SimpleNamespace(
-            spec=SimpleNamespace(together=together, joins=joins),
-            probe=SimpleNamespace(run=self._run, error_max_nats=0.1),
-            probed={
-                (1, Mode.DP): (values, 7),
-                (2, Mode.TP): (values, 7),
-                (2, Mode.SP): (values, 7),
-            },
-            of_width=lambda width: self._modes[width],
-            communicators=SimpleNamespace(is_aborted=lambda *_: self.is_aborted),
-        )
-        self.probing = QuarantineProbe(engine, after_switch=after_switch)
-
-    def _mode(self, width: int) -> Any:
-        return SimpleNamespace(
-            width=width,
-            ranks=RANKS[:width],
-            is_leader=True,
-            scheduler=SimpleNamespace(is_full=False),
-            execute=lambda plan: plan,
-        )
-
-    def _run(self, execute: Any, mode: Mode) -> tuple[float, ...]:
-        self.computed.append(str(mode))
-        return (-1.0, -2.0)
+        self.rank = FakeRank(FakeCell(2))
+        self.engine = self.rank.engine
+        self.engine.spec = replace(self.engine.spec, together=together, joins=joins)
+        self.engine.probe = self.probe = LostProbe(self.rank)
+        self.engine.probed[2, Mode.SP] = self.engine.probed[2, Mode.TP]
+        self.probing = QuarantineProbe(self.engine, after_switch=after_switch)
 
     def formed(self, group: Group, incarnations: dict[Rank, int], epoch: int = 5) -> list[str]:
         """Form a group of these processes; what was computed of the probe."""
-        self.computed.clear()
-        member: Any = SimpleNamespace(mode_of=lambda group: self._modes[group.width])
-        directive: Any = SimpleNamespace(
-            members=tuple(incarnations.items()), stage=SimpleNamespace(epoch=epoch)
-        )
-        self.probing.formed(member, Binding(group, epoch), directive)
-        return list(self.computed)
+        self.probe.computed.clear()
+        binding, runtime = Binding(group, epoch), self.rank.runtime
+        runtime.join(binding)
+        members = {int(rank): born for rank, born in incarnations.items()}
+        wanted = target("tp2", epoch, world=2)
+        order = directive(wanted, epoch, Phase.SERVE, members=members)
+        self.probing.formed(runtime, binding, order)
+        return [str(each) for each in self.probe.computed]
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        """The scheduler of the pair."""
+        scheduler = self.engine.of_width(2).scheduler
+        assert scheduler is not None
+        return scheduler
 
     def fill(self) -> None:
-        self._modes[2].scheduler.is_full = True
+        for number in range(self.engine.facts().max_tasks):
+            payload = fake_payload(f"task {number}", [1], 1)
+            self.scheduler.add_task(self.engine.intake.request(payload), [])
 
 
 def test_what_a_probe_gave_in_a_lost_group_says_nothing_of_the_mode() -> None:
     rank = Probed(START)
     before = rank.probing.results
-    rank.is_aborted = True
+    rank.probe.loses = True
     with pytest.raises(PeerLostError):
         rank.formed(TP2, {**START, Rank(1): 130}, epoch=8)
     assert rank.probing.results == before
@@ -112,5 +120,6 @@ def test_a_group_without_room_is_probed_when_it_is_formed_again() -> None:
     new = {**START, Rank(1): 130}
     rank.fill()
     assert rank.formed(TP2, new) == []
-    rank._modes[2].scheduler.is_full = False
+    rank.scheduler.take_back(list(rank.scheduler.requests))
+    rank.scheduler.plan_step()  # It tells the runner that they have ended.
     assert rank.formed(TP2, new) == ["tp"]

@@ -3,8 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import structlog
@@ -18,21 +17,18 @@ from coordinator.protocol.messages.rank import Place
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Binding, EndCause
 from tests.harness.coordinator.builders import header
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
+from tests.harness.worker.fake_scheduler import fake_payload
 from worker import __main__ as command
 from worker.demo import MODEL_DIR
 from worker.launch import launcher
 from worker.rank import runtime as member_module
-from worker.rank.runtime import GroupRuntime
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
 
 SECRET = "a secret prompt"
 BINDING = Binding(Group((Rank(0),), Mode.DP), 4)
-
-
-class Scheduler:
-    def add_task(self, request: Any, _generated: list[int]) -> None:
-        raise ValueError(f"cannot compile {request}")
 
 
 def test_its_words_are_neither_sent_nor_logged(
@@ -41,21 +37,17 @@ def test_its_words_are_neither_sent_nor_logged(
     set_up_logging()
     # A logger keeps for good what it wrote to first, which here is pytest's.
     monkeypatch.setattr(member_module, "log", structlog.get_logger())
-    engine = SimpleNamespace(
-        pages=None, mailboxes={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
-        intake=SimpleNamespace(request=lambda payload: payload.decode()),
-        copy_aside=None, is_synchronous=False,
-    )  # fmt: skip
-    runtime = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
-    runtime._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
-    runtime.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)
-    assert runtime.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]
+    rank = FakeRank(FakeCell())
+    rank.serve(BINDING)
+    payload = fake_payload(SECRET, (), 9)  # The error quotes its name.
+    rank.runtime.place(Place(header("a"), 2, BINDING, payload, (7, 8)), BINDING)
+    assert rank.runtime.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]
     [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert SECRET not in str(line)
     assert (line["event"], line["task"]) == ("task_refused", "a")
     [told] = line["exception"]
     assert told["exc_value"] == "ValueError"
-    assert told["frames"][-1]["name"] == "add_task"
+    assert told["frames"][-1]["name"] == "request"
 
 
 def test_the_worker_s_processes_log_so(

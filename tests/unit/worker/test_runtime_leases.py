@@ -10,8 +10,9 @@ from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.switch_actions import Leave, Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, Phase
-from kvadaptor.pages import PagePool
 from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
 from worker.rank.lease_members import LeaseUpdates
 from worker.rank.migration.copy_rounds import PreparedMigration
 from worker.rank.runtime import GroupRuntime
@@ -21,28 +22,14 @@ GROUP = Group(RANKS, Mode.TP)
 BORN = 4
 
 
-class Table:
-    """Stands for the translation table; its slots are not looked at here."""
-
-    def unmap(self, indices: Any) -> None:
-        """Forget them."""
-
-
 @pytest.fixture
 def runtime() -> GroupRuntime:
     """A follower that has leased all its pages to a group."""
-    pages = PagePool(9)
-    pages.lease_pages(RANKS, 8)
-    mode = SimpleNamespace(ranks=RANKS, table=Table(), scheduler=None)
-    engine = SimpleNamespace(
-        pages=pages,
-        of_width=lambda _: mode,
-        mailboxes={},
-        spec=SimpleNamespace(rank=Rank(1)),
-        copy_aside=None,
-        is_synchronous=False,
-    )
-    return GroupRuntime(cast(Any, engine), 1, cast(Any, None))
+    rank = FakeRank(FakeCell(2, pages=9), 1)
+    table = rank.engine.of_width(2).table
+    assert table is not None
+    table.map(*rank.engine.pages.lease_pages(RANKS, 8))
+    return rank.runtime
 
 
 def kept(*indices: int) -> list[LeaseRetention]:
