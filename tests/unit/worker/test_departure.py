@@ -1,8 +1,7 @@
 """When a leader leaves its group for a move: with the others, if one more step brings it nearer."""
 
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -10,6 +9,8 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import Leave, Park
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
 from worker.rank.departure import STEPS_MAX, Departure, is_worth_a_step
 
 MS = 1_000_000
@@ -18,34 +19,23 @@ PAIR = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)
 HOUR_NS = 3_600_000 * MS
 
 
-class Board:
-    def __init__(self, ends_ns: int) -> None:
-        self.epoch = 0
-        self.is_settled = True  # Of an epoch that is over.
-        self.ends_ns = ends_ns
-
-
 class Stage0:
     """Rank 0 decodes alone, in steps of 20 ms; rank 1's last one ends `later_ms` behind its own."""
 
-    def __init__(self, later_ms: int) -> None:
-        self.counts = (3, 0)
-        self.scheduler: Any = SimpleNamespace(
-            get_request_counts=lambda: self.counts, reads_no_prompt=True
-        )
-        self.steps = SimpleNamespace(
-            ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS, has_inflight=False
-        )
+    def __init__(self, later_ms: int, *, decodes: int = 3, waits: int = 0) -> None:
+        rank = FakeRank(FakeCell(4))
+        self.rank, self.engine, self.steps = rank, rank.engine, rank.runtime.steps
+        rank.serve(ALONE[0], 16)
+        for number in range(decodes):
+            rank.place(f"decodes {number}", ALONE[0], prompt=range(20))
+        rank.step()
+        for number in range(waits):
+            rank.place(f"waits {number}", ALONE[0])
+        self.steps.ends_ns, self.steps.decode_ns = time.monotonic_ns() + HOUR_NS, 20 * MS
         # Rank 2 is not asked to be with us.
-        ends = (0, self.steps.ends_ns + later_ms * MS, self.steps.ends_ns + HOUR_NS)
-        self.engine = SimpleNamespace(
-            mailboxes={Rank(r): Board(end) for r, end in enumerate(ends)}, holds_steps=True
-        )
-        self.leaving = Departure(cast(Any, self), Rank(0))
-
-    @property
-    def selected(self) -> Any:
-        return SimpleNamespace(scheduler=self.scheduler)
+        for other, later_ns in ((1, later_ms * MS), (2, HOUR_NS)):
+            self.engine.mailboxes[Rank(other)].expect_end(self.steps.ends_ns + later_ns)
+        self.leaving = Departure(rank.runtime, Rank(0))
 
     def is_put_off(self, **changed: Any) -> bool:
         return self.leaving.is_put_off(leave(**changed))
@@ -78,17 +68,16 @@ def test_it_leaves_after_some_steps_whatever_others_expect() -> None:
 
 def test_who_is_known_to_be_over_is_not_waited_for() -> None:
     stage = Stage0(1_000)
-    stage.engine.mailboxes[Rank(1)].epoch = 4
-    assert not stage.is_put_off()
-    stage.engine.mailboxes[Rank(1)].is_settled = False
+    mailbox = stage.engine.mailboxes[Rank(1)]
+    mailbox.publish(4, b"its last step is in flight")
     assert stage.is_put_off()
+    mailbox.settle(b"its last tokens")
+    assert not stage.is_put_off()
 
 
 def test_a_step_that_may_read_a_prompt_or_has_nothing_to_do_is_none() -> None:
-    for counts in ((3, 1), (0, 0)):
-        stage = Stage0(1_000)
-        stage.counts = counts
-        assert not stage.is_put_off()
+    assert not Stage0(1_000, waits=1).is_put_off()
+    assert not Stage0(1_000, decodes=0).is_put_off()
 
 
 @pytest.mark.parametrize(
@@ -121,18 +110,28 @@ def test_only_a_leader_whose_tasks_move_holds_one(changed: dict[str, Any]) -> No
     assert stage.leaving.defers_step_for(leave())
 
 
-def test_none_is_held_that_takes_long_or_where_steps_are_under_way() -> None:
+@pytest.mark.parametrize(("decodes", "waits"), [(0, 0), (0, 1), (3, 1)])
+def test_none_is_held_unless_all_tasks_decode(decodes: int, waits: int) -> None:
+    assert not Stage0(0, decodes=decodes, waits=waits).leaving.defers_step_for(leave())
+
+
+def test_none_is_held_that_reads_a_prompt() -> None:
     stage = Stage0(0)
-    for counts in ((0, 0), (0, 1), (3, 1)):
-        stage.counts = counts
-        assert not stage.leaving.defers_step_for(leave()), counts
-    stage.counts = (3, 0)
-    stage.scheduler.reads_no_prompt = False
+    budget = stage.engine.facts().tokens_per_step_max
+    stage.rank.place("long", ALONE[0], prompt=range(2 * budget))
+    stage.rank.step()
     assert not stage.leaving.defers_step_for(leave())
-    stage.scheduler.reads_no_prompt = True
-    stage.steps.has_inflight = True
+    stage.rank.step()
+    stage.rank.step()
+    assert stage.leaving.defers_step_for(leave())
+
+
+def test_none_is_held_where_steps_are_in_flight() -> None:
+    stage = Stage0(0)
+    stage.engine.is_synchronous = False
+    stage.rank.step()
     assert not stage.leaving.defers_step_for(leave())
-    stage.steps.has_inflight = False
+    stage.steps.finish_inflight()
     stage.engine.holds_steps = False
     assert not stage.leaving.defers_step_for(leave()), "on CUDA"
     stage.engine.holds_steps = True

@@ -1,6 +1,5 @@
 """What a rank does in a group that has lost a member: the step does not count, nobody waits."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,58 +11,56 @@ from coordinator.protocol.switch_actions import Join, Leave
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, ReturnCause
 from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
 from worker.io.step_queue import LeaveGroup, send
 from worker.rank.engine import NoRoomError
 from worker.rank.formation_abort import FormationAbort
 
 TP2 = target("tp2+dp2", 1)
 NAMES = ["a", "b"]
-
-
-class Communicators:
-    def __init__(self) -> None:
-        self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
-
-    def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
-        self.aborted.add((ranks, formation))
-
-    def is_aborted(self, ranks: tuple[Rank, ...], formation: int) -> bool:
-        return (ranks, formation) in self.aborted
-
-
-class FakeMember:
-    """Only what is done to it."""
-
-    def __init__(self) -> None:
-        self.engine = SimpleNamespace(communicators=Communicators())
-        self.forgotten = 0
-        self.dropped: list[int] = []
-        self.steps = SimpleNamespace(drop=self.dropped.append)
-        self.given_up: list[tuple[list[str], ReturnCause]] = []
-
-    def mode_of(self, _group: Any) -> Any:
-        return SimpleNamespace(
-            scheduler=SimpleNamespace(requests=dict.fromkeys(NAMES)), forget_steps=self._forget
-        )
-
-    def _forget(self) -> None:
-        self.forgotten += 1
-
-    def give_up(self, _group: Any, tasks: list[str], cause: ReturnCause) -> None:
-        self.given_up.append((tasks, cause))
+RECOMPUTED = [(name, ReturnCause.RECOMPUTE) for name in NAMES]
 
 
 class Stage:
-    """A rank that serves in tp2+dp2."""
+    """A rank that serves in tp2+dp2; leaders have tasks that run, and a last step is deferred."""
 
     def __init__(self, rank: int) -> None:
         self.participant = SwitchParticipant(Rank(rank), 1)
-        self.runtime = FakeMember()
         for phase in (Phase.PARK, Phase.SWAP):
             self.participant.on_directive(directive(TP2, 1, phase))
             while (move := self.participant.next_move(idle=True)) is not None:
                 self.participant.made(move)
-        self.lost = FormationAbort(self.participant, self.runtime)  # type: ignore[arg-type]
+        cell = FakeCell(4)
+        binding = self.participant.binding
+        assert binding is not None
+        members = [FakeRank(cell, each) for each in binding.group.ranks]
+        leader = members[0]
+        self.rank = next(each for each in members if each.engine.spec.rank == rank)
+        for each in members:
+            each.runtime.join(binding)
+        leader.runtime.serve(binding, (), 8)
+        for name in NAMES:
+            leader.place(name, binding)
+        leader.step()
+        leader.runtime.defer_step(1)
+        while self.rank is not leader and self.rank.runtime.follow(binding, wait_s=0.0):
+            pass
+        self.steps, self.mode = self.rank.runtime.steps, self.rank.engine.of_width(len(members))
+        self.communicators = self.rank.engine.communicators
+        assert (self.has_given_up_steps, self.returned) == (False, [])
+        self.lost = FormationAbort(self.participant, self.rank.runtime)
+
+    @property
+    def has_given_up_steps(self) -> bool:
+        """Whether neither the rank nor its runner knows of the last step and its tasks."""
+        assert self.steps.has_deferred_step == bool(self.mode.known)
+        return not self.steps.has_deferred_step
+
+    @property
+    def returned(self) -> list[tuple[str, ReturnCause]]:
+        """The tasks that go back to the coordinator."""
+        return [(each.task, each.cause) for each in self.rank.runtime.returned]
 
     def fail(self, formation: int = 1) -> None:
         raise PeerLostError(formation)
@@ -89,23 +86,24 @@ def test_a_step_that_succeeds_is_left_alone() -> None:
     stage = Stage(0)
     assert stage.lost.guarded(lambda: 7) == 7
     assert not stage.lost.is_joined
-    assert not stage.runtime.given_up
+    assert not stage.returned
+    assert not stage.has_given_up_steps
 
 
 def test_a_leader_gives_its_tasks_back_and_tells_the_others() -> None:
     stage = Stage(0)
     assert stage.lost.guarded(stage.fail) is None
     assert stage.lost.is_joined
-    assert stage.runtime.given_up == [(NAMES, ReturnCause.RECOMPUTE)]
-    assert (stage.runtime.forgotten, stage.runtime.dropped) == (1, [1])
+    assert stage.returned == RECOMPUTED
+    assert stage.has_given_up_steps
 
 
 def test_a_follower_has_no_tasks_to_give_back() -> None:
     stage = Stage(1)
     assert stage.lost.guarded(stage.fail) is None
     assert stage.lost.is_joined
-    assert not stage.runtime.given_up
-    assert stage.runtime.forgotten == 1
+    assert not stage.returned
+    assert stage.has_given_up_steps
 
 
 def test_the_loss_of_a_formation_that_was_left_is_not_caught() -> None:
@@ -113,7 +111,7 @@ def test_the_loss_of_a_formation_that_was_left_is_not_caught() -> None:
     with pytest.raises(PeerLostError):
         stage.lost.guarded(lambda: stage.fail(formation=7))
     assert not stage.lost.is_joined, "the joined one is whole"
-    assert not stage.runtime.given_up
+    assert not stage.returned
     stage.participant.made(stage.leave(Carry.PAUSE))
     with pytest.raises(PeerLostError):
         stage.lost.guarded(stage.fail)
@@ -124,11 +122,11 @@ def test_what_was_launched_in_a_lost_formation_is_over_when_it_is_left() -> None
     stage = Stage(1)
     binding = stage.participant.binding
     assert binding is not None
-    stage.runtime.engine.communicators.abort(binding.group.ranks, binding.formation)
+    stage.communicators.abort(binding.group.ranks, binding.formation)
     move = stage.leave(Carry.RESHARD)
     assert isinstance(move, Leave)
     assert move.group_lost
-    assert stage.runtime.dropped == [1]
+    assert stage.has_given_up_steps
     assert stage.participant.binding == binding, (
         "until then it is joined, so the watchdog lets it out"
     )
@@ -141,7 +139,7 @@ def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() ->
     assert stage.participant.next_move(idle=True) is None
     binding = stage.participant.binding
     assert binding is not None
-    stage.runtime.engine.communicators.abort(binding.group.ranks, binding.formation)
+    stage.communicators.abort(binding.group.ranks, binding.formation)
     assert stage.lost.is_noticed()
     move = stage.lost.check(stage.participant.next_move(idle=True))
     assert isinstance(move, Leave)
@@ -168,8 +166,8 @@ def test_who_finds_no_room_calls_the_others_out_and_tells_of_it(rank: int) -> No
     assert told(stage) == (1, True)
     assert stage.lost.is_noticed()
     ranks = (0, 1) if rank < 2 else (2,)
-    assert stage.runtime.engine.communicators.aborted == {(ranks, 1)}
-    assert stage.runtime.given_up == ([] if rank == 1 else [(NAMES, ReturnCause.RECOMPUTE)])
+    assert stage.communicators.aborted == {(ranks, 1)}
+    assert stage.returned == ([] if rank == 1 else RECOMPUTED)
     move = stage.leave(Carry.RESHARD)
     assert isinstance(move, Leave)
     assert move.group_lost

@@ -1,15 +1,17 @@
 """A move is planned as soon as all have told, and only that plan is used which is the asked one."""
 
 import pickle
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell
 from worker.rank.migration import plan_ahead
 from worker.rank.migration.plan_ahead import MigrationPlanner
 
@@ -38,17 +40,17 @@ class Desk:
     """Rank 1's planning, and what is on all boards; a plan is what it was made from."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.mailboxes = {
-            Rank(rank): SimpleNamespace(epoch=EPOCH, message=pickle.dumps(f"by {rank}"))
-            for rank in range(4)
-        }
+        self.engine = FakeCell(4).engines[Rank(1)]
+        self.mailboxes = dict(self.engine.mailboxes)
+        for rank in range(4):
+            self.publish(rank)
         self.made: list[Any] = []
         self.fails = False
         monkeypatch.setattr(plan_ahead, "plan_move", self._plan)
-        kv = SimpleNamespace(geometry="geometry")
-        self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
-        engine = SimpleNamespace(kv=kv, spec=self.spec)
-        self.planning = MigrationPlanner(cast(Any, engine), cast(Any, self.mailboxes), Rank(1))
+        self.planning = MigrationPlanner(self.engine, self.mailboxes, Rank(1))
+
+    def publish(self, rank: int, epoch: int = EPOCH) -> None:
+        self.engine.mailboxes[Rank(rank)].publish(epoch, pickle.dumps(f"by {rank}"))
 
     def _plan(self, *given: Any) -> Any:
         self.made.append(given)
@@ -69,7 +71,7 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
     assert not desk.planning.plan_ahead(told())
     assert not desk.planning.plan_ahead(told()), "once is enough"
     everything = {rank: f"by {rank}" for rank in range(4)}
-    assert desk.made == [(1, everything, WANTED, "geometry")]
+    assert desk.made == [(1, everything, WANTED, desk.engine.kv.geometry)]
     assert desk.plan() == desk.made[0]
     assert len(desk.made) == 1
     desk.plan()
@@ -77,10 +79,10 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
 
 
 def test_it_waits_until_all_have_told(desk: Desk) -> None:
-    desk.mailboxes[Rank(3)].epoch = EPOCH - 1
+    desk.publish(3, EPOCH - 1)
     assert desk.planning.plan_ahead(told())
     assert desk.made == []
-    desk.mailboxes[Rank(3)].epoch = EPOCH
+    desk.publish(3)
     assert not desk.planning.plan_ahead(told())
     assert len(desk.made) == 1
 
@@ -122,17 +124,17 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
     """It and who came with it have boards of their own: nobody writes on those that are known."""
     anew = {2: BORN + 1, 3: BORN + 1}
     for rank in anew:
-        desk.mailboxes[Rank(rank)].epoch = EPOCH - 1
+        desk.publish(rank, EPOCH - 1)
     assert not desk.planning.plan_ahead(told(members=anew))
     assert desk.made[0][1].keys() == {0, 1}
     assert desk.plan(told(Phase.MOVE, members=anew)) == desk.made[0]
 
 
 def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) -> None:
-    desk.spec.memory = object()
-    desk.mailboxes[Rank(3)].epoch = EPOCH - 1
+    desk.engine.spec = replace(desk.engine.spec, memory=CellMemory(()))
+    desk.publish(3, EPOCH - 1)
     assert desk.planning.plan_ahead(told(members={3: BORN + 1})), "it is awaited"
-    desk.mailboxes[Rank(3)].epoch = EPOCH
+    desk.publish(3)
     assert desk.plan(told(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
 
 
