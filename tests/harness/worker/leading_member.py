@@ -1,14 +1,14 @@
-"""A member on rank 0 that leads, and notes in which order it does things."""
+"""A rank of a pair whose groups begin, over an engine in memory, and in which order it does so."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
-from kvadaptor.pages import PagePool
-from worker.rank.runtime import GroupRuntime
+from tests.harness.worker.fake_engine import FakeCell, FakeQueue
+from tests.harness.worker.fake_rank import FakeRank
 
 RANKS = (Rank(0), Rank(1))
 WIDE = Binding(Group(RANKS, Mode.TP), 4)
@@ -16,48 +16,50 @@ ALONE = Binding(Group(RANKS[:1], Mode.DP), 5)
 
 
 class Stage:
-    """Rank 0, which leads, and in which order it does things."""
+    """A rank, what it has done, and what it has sent to its followers."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.done: list[str] = []
-        self.sent: list[Any] = []
-        queue = SimpleNamespace(enqueue=lambda message, timeout: self.send(message))
-        self.modes = {width: self.mode(width, queue) for width in (1, 2)}
-        engine = SimpleNamespace(
-            pages=PagePool(9),
-            modes=self.modes,
-            mailboxes={},
-            spec=SimpleNamespace(rank=RANKS[0]),
-            copy_aside=None,
-            is_synchronous=False,
-            communicators=SimpleNamespace(is_aborted=lambda *_: False),
-            select=lambda width, formation: self.modes[width],
-            of_width=lambda width: self.modes[width],
-            meet=lambda _: self.done.append("meet"),
-        )
-        self.runtime = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
+        cell = FakeCell(2, pages=9)
+        self.engine = cell.engines[Rank(rank)]
+        self.runtime = FakeRank(cell, rank).runtime
+        self.leader_queue = cell.engines[Rank(0)].of_width(2).queue
+        self._follower_queue = cell.engines[Rank(1)].of_width(2).queue
+        for mode in self.engine.modes.values():
+            if mode.scheduler is not None:
+                self.note(mode.scheduler, "grant")
+        self.note(self.engine, "meet")
+        self.note(self.runtime, "lead", "send")
         rounds = self.runtime.migration._rounds
         for name in ("go_before", "end_all"):
-            setattr(rounds, name, lambda name=name: self.done.append(name))
+            self.note(rounds, name)
 
-    def mode(self, width: int, queue: Any) -> Any:
-        scheduler = SimpleNamespace(
-            grant=lambda _: self.done.append("grant"),
-            idle=True,
-            requests={},
-            holders_of=lambda _: (),
-        )
-        table = SimpleNamespace(map=lambda *_: None, unmap=lambda _: None) if width > 1 else None
-        return SimpleNamespace(
-            width=width, ranks=RANKS[:width], queue=queue, table=table, scheduler=scheduler
-        )
+    def note(self, target: Any, name: str, word: str = "") -> None:
+        """Add a word whenever a method is called."""
+        method: Callable[..., Any] = getattr(target, name)
 
-    def send(self, message: Any) -> None:
-        self.done.append("send")
-        self.sent.append(message)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.done.append(word or name)
+            return method(*args, **kwargs)
+
+        setattr(target, name, noted)
+
+    def sent(self) -> list[Any]:
+        """Return, once, what the follower is sent."""
+        return messages_of(self._follower_queue)
 
     def has_moved_to(self, binding: Binding, *, ends_late: bool) -> None:
         """A committed move has prepared this group."""
         self.runtime.migration._meets_in = binding.group.ranks if ends_late else ()
         self.runtime.prepared(binding, np.zeros(0, dtype=np.int64))
         self.runtime.join(binding)
+
+
+def messages_of(queue: FakeQueue) -> list[Any]:
+    """Empty a queue."""
+    found = []
+    while True:
+        try:
+            found.append(queue.dequeue())
+        except TimeoutError:
+            return found

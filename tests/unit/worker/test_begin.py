@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_members_meet_behind_their_copies_before_pages_can_be_written() -> None:
     stage.has_moved_to(WIDE, ends_late=True)
     stage.runtime.serve(WIDE, (), 3)
     assert stage.done == ["send", "go_before", "meet", "grant"]
-    assert [(type(each), each.meets) for each in stage.sent] == [(Begin, True)]
+    assert [(type(each), each.meets) for each in stage.sent()] == [(Begin, True)]
 
 
 def test_a_group_whose_copies_are_over_meets_nobody() -> None:
@@ -30,7 +29,7 @@ def test_a_group_whose_copies_are_over_meets_nobody() -> None:
     stage.has_moved_to(WIDE, ends_late=False)
     stage.runtime.serve(WIDE, (), 3)
     assert stage.done == ["send", "end_all", "grant"]
-    assert not stage.sent[0].meets
+    assert not stage.sent()[0].meets
 
 
 def test_a_rank_alone_waits_for_the_copies_of_a_move_that_came_to_nothing() -> None:
@@ -49,15 +48,12 @@ def test_members_meet_once() -> None:
     stage.runtime.unbind()
     stage.runtime.join(WIDE)
     stage.runtime.serve(WIDE, (), 1)
-    assert [each.meets for each in stage.sent] == [True, False]
+    assert [each.meets for each in stage.sent()] == [True, False]
 
 
 def test_a_follower_does_what_its_leader_says() -> None:
-    stage = Stage()
+    stage = Stage(1)
     stage.runtime.join(WIDE)
-    told = iter([Begin(WIDE.formation, (), 3, -1, meets=True)])
-    queue = SimpleNamespace(dequeue=lambda timeout: next(told))
-    stage.modes[2].queue = queue
-    stage.modes[2].scheduler = None
+    stage.leader_queue.enqueue(Begin(WIDE.formation, (), 3, -1, meets=True))
     stage.runtime.follow(WIDE)
     assert stage.done == ["go_before", "meet"]

@@ -1,6 +1,5 @@
 """When a step that is held has to be computed, and what becomes of a move that it fails."""
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,10 +9,11 @@ from comm_pool.mailbox import GAVE_UP
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Phase
 from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.io.step_queue import Begin, Step
 from worker.rank.migration.copy_rounds import OvertakenError
-from worker.rank.migration.migration import Migration
 
 EPOCH = 7
 
@@ -38,19 +38,11 @@ class Held:
         """Nothing trails."""
 
 
-def follower(*told: Any) -> tuple[Stage, Held]:
-    stage = Stage()
-    messages = iter(told)
-
-    def dequeue(timeout: float) -> Any:
-        if (message := next(messages, None)) is None:
-            raise TimeoutError
-        return message
-
-    queue = SimpleNamespace(dequeue=dequeue)
-    stage.modes[2].queue = queue
-    stage.modes[2].scheduler = None
+def follower(*messages: Any) -> tuple[Stage, Held]:
+    stage = Stage(1)
     stage.runtime.join(WIDE)
+    for message in messages:
+        stage.leader_queue.enqueue(message)
     held = Held(stage.done)
     cast(Any, stage.runtime).steps = held
     return stage, held
@@ -59,13 +51,7 @@ def follower(*told: Any) -> tuple[Stage, Held]:
 def test_it_comes_before_another_width_is_selected() -> None:
     stage = Stage()
     cast(Any, stage.runtime).steps = Held(stage.done)
-    select = stage.runtime.engine.select
-
-    def told(width: int, formation: int) -> Any:
-        stage.done.append("select")
-        return select(width, formation)
-
-    cast(Any, stage.runtime.engine).select = told
+    stage.note(stage.engine, "select")
     stage.runtime.join(ALONE)
     assert stage.done == ["catch up", "select"]
 
@@ -83,7 +69,7 @@ def test_a_follower_computes_it_before_it_obeys_what_comes_behind(
 
 
 def test_a_follower_whose_leader_stays_computes_it_after_a_while() -> None:
-    stage, held = follower(None, None)
+    stage, held = follower()
     held.is_late = False
     assert stage.runtime.follow(WIDE) is None
     assert stage.done == [], "the leader is about to leave"
@@ -92,26 +78,17 @@ def test_a_follower_whose_leader_stays_computes_it_after_a_while() -> None:
     assert stage.done == ["catch up"]
 
 
-class Board:
-    def __init__(self) -> None:
-        self.epoch, self.round = EPOCH, 0
-
-    def finish_round(self, number: int) -> None:
-        self.round = number
-
-
 class Desk:
     """A rank's moving, with a plan that is foreseen when `awaits` is over."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
         self.held = Held(self.done)
-        self.mailbox = Board()
-        engine = SimpleNamespace(
-            spec=SimpleNamespace(memory=object()), is_synchronous=True, copy_aside=None
-        )
-        runtime = SimpleNamespace(engine=engine, steps=self.held)
-        self.migration = Migration(cast(Any, runtime), cast(Any, {Rank(0): self.mailbox}), Rank(0))
+        rank = FakeRank(FakeCell(4))
+        cast(Any, rank.runtime).steps = self.held
+        self.migration = rank.runtime.migration
+        self.mailbox = rank.engine.mailboxes[Rank(0)]
+        self.mailbox.publish(EPOCH, b"manifest")
         self.awaits = True
         cast(Any, self.migration.planning).plan_ahead = self._foresee
 
@@ -164,7 +141,7 @@ def test_a_move_that_was_planned_from_what_is_not_true_fails() -> None:
     desk.migration.lose()
     assert desk.mailbox.round == GAVE_UP, "others hear of it at once"
     assert not desk.migration.is_quiescing
-    desk.mailbox.round = 0
+    desk.mailbox.finish_round(0)
     desk.migration.move(asked(Phase.MOVE), lambda: False)
     assert (desk.migration.has_failed, desk.mailbox.round) == (True, GAVE_UP)
     assert desk.migration.adopted == ()
