@@ -33,9 +33,12 @@ log = structlog.get_logger()
 class StepOwner(Protocol):
     """What steps need from the runtime that owns them."""
 
-    engine: Engine
     book: LedTasks
     ended: list[TaskEnded]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this rank."""
 
     @property
     def selected(self) -> EngineMode | None:

@@ -41,7 +41,8 @@ from worker.spec import RankSpec
 
 MAILBOX_BYTES = 1 << 20
 PROBE = (-1.0, -2.0)
-STEP_US = 2_000
+STEP_US = 500_000
+"""Long beside what a test takes, so that the expected end of a step is not over yet."""
 
 
 class FakeQueue:
@@ -193,6 +194,8 @@ class FakeMode:
     def __post_init__(self) -> None:
         self.known: set[str] = set()
         """Tasks of which the runner has state."""
+        self.computed = 0
+        """How many steps were computed."""
 
     @property
     def width(self) -> int:
@@ -251,6 +254,7 @@ class FakeMode:
 
     def _compute(self, plan: FakePlan, slots: list[list[int]]) -> dict[str, int]:
         """Read the context of each task, write its new tokens, and give the next one."""
+        self.computed += 1
         self.known -= plan.ended
         for part, at in zip(plan.parts, slots, strict=True):
             words = self._words(part)

@@ -1,133 +1,82 @@
-"""A rank that steps, on an engine that computes nothing."""
+"""A rank that steps, over an engine in memory, and what its steps tell of."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages.rank import TokenBatch
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
-from worker.io.step_queue import Step
+from tests.harness.worker.fake_engine import FakeCell, FakeMode
+from tests.harness.worker.fake_scheduler import FakeRequest, FakeScheduler, fake_payload
+from worker.io.step_queue import QueueMessage, Step
 from worker.rank.led_tasks import LedTask, LedTasks
-from worker.rank.step_times import StepCurve, StepTimes
+from worker.rank.step_log import StepLog
 from worker.rank.steps import Steps
 
 DP = Binding(Group((Rank(0),), Mode.DP), 3)
 TP = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)
 
 
-class Result:
-    """vLLM's asynchronous output: there when the test says so."""
+class Log(StepLog):
+    """Knows how long steps take if the test says so, and notes when they began and ended."""
 
     def __init__(self) -> None:
-        self.is_there = False
-        self.taken = 0
-        self.copy_event = self
+        super().__init__()
+        self.usual: float | None = None
+        self.times: list[tuple[int, int]] = []
 
-    def query(self) -> bool:
-        return self.is_there
+    def usual_s(self, _plan: Any, _width: int) -> float | None:
+        return self.usual
 
-    def get_output(self) -> str:
-        self.is_there = True
-        self.taken += 1
-        return "tokens"
-
-
-class Scheduler:
-    """One task, which ends when `ends` is set."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.ends = False
-        self.frees_after_step = False
-        self.busy = True
-        self.is_empty = False
-        """The next step only tells which tasks have ended."""
-        self.events: list[str] = []
-
-    def has_requests(self) -> bool:
-        return self.busy
-
-
-class PreparedMode:
-    def __init__(self, name: str, width: int) -> None:
-        self.width = width
-        self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
-        self.scheduler = Scheduler(name)
-        self.results: list[Result] = []
-        self.computed = 0
-
-    def plan_step(self, group: Group, _settle: Any) -> Any:
-        scheduler = self.scheduler
-        scheduler.events.append("plan")
-        return SimpleNamespace(
-            tokens=0 if scheduler.is_empty else 1,
-            is_empty=scheduler.is_empty,
-            reads_prompts=False,
-            mode=group.mode,
-            context=0,
-        )
-
-    def finish_step(self, _plan: Any, result: str) -> list[Any]:
-        assert result == "tokens"
-        scheduler = self.scheduler
-        scheduler.events.append("finish")
-        return [
-            SimpleNamespace(request_id=scheduler.name, new_token_ids=[7], finished=scheduler.ends)
-        ]
-
-    def execute(self, _plan: Any) -> Result:
-        self.results.append(Result())
-        return self.results[-1]
-
-    def ready(self, _plan: Any) -> Callable[[], str]:
-        return self.compute
-
-    def compute(self) -> str:
-        """A step at once, as on CPU."""
-        self.computed += 1
-        return "tokens"
+    def ended(
+        self, _plan: Any, _width: int, launched_ns: int, end_ns: int, floor_us: int = 0
+    ) -> None:
+        self.times.append((launched_ns, end_ns))
 
 
 class Stage:
-    """A rank that leads a dp group and a tp2 group."""
+    """Rank 0, which leads a dp and a tp2 group with a task each; launched steps wait."""
 
-    def __init__(self) -> None:
-        self.dp, self.tp = PreparedMode("dp task", 1), PreparedMode("tp task", 2)
-        self.selected: PreparedMode | None = self.dp
-        self.device_done = False
-        self.sent: list[Any] = []
+    def __init__(self, tokens: int = 9) -> None:
+        """Each task ends after so many tokens."""
+        self.engine = FakeCell(2).engines[Rank(0)]
+        self.engine.is_synchronous = False
+        self.dp, self.tp = self.engine.of_width(1), self.engine.of_width(2)
+        self.sent: list[QueueMessage] = []
         self.pushed: list[tuple[int, list[str]]] = []
+        """(epoch, tasks) of each batch."""
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.freed_groups: list[Group] = []
         self.lost_groups: list[Group] = []
-        self.engine = SimpleNamespace(
-            spec=SimpleNamespace(rank=Rank(0)),
-            done=lambda: lambda: self.device_done,
-            is_synchronous=True,
-            mailboxes={Rank(0): self},
-            communicators=self,
-        )
-        self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
-        self.closed: tuple[tuple[Rank, ...], ...] = ()
-        for name, binding in (("dp task", DP), ("tp task", TP)):
-            self.book.open(LedTask(header(name), 1, binding.group, 0))
-        self.steps = Steps(cast(Any, self), 1, cast(Any, self))
-        self.usual_s: float | None = None
         self.expected: list[int] = []
-        log = SimpleNamespace(ended=lambda *_: None, usual_s=lambda *_: self.usual_s)
-        self.steps.log = cast(Any, log)
+        """When the rank has said that its last step will end."""
+        for mode, binding in ((self.dp, DP), (self.tp, TP)):
+            self._fill(mode, binding, tokens)
+        mailbox: Any = self.engine.mailboxes[Rank(0)]
+        mailbox.expect_end = self.expected.append
+        self.steps = Steps(self, 1, self)
+        self.steps.log = self.log = Log()
+        self.select(DP)
 
-    def is_aborted(self, ranks: tuple[Rank, ...], formation: int) -> bool:
-        return (ranks, formation) in self.aborted
+    def _fill(self, mode: FakeMode, binding: Binding, tokens: int) -> None:
+        pool, name = self.engine.pages, f"{binding.group.mode} task"
+        if mode.table is None:
+            scheduler_of(mode).grant(pool.grant_own_pages(8))
+        else:
+            indices, pages = pool.lease_pages(mode.ranks, 8)
+            mode.table.map(indices, pages)
+            scheduler_of(mode).grant(indices)
+        self.book.open(LedTask(header(name), 1, binding.group, 0))
+        scheduler_of(mode).add_task(
+            self.engine.intake.request(fake_payload(name, [1, 2, 3], tokens)), []
+        )
 
-    def lead(self, message: Any) -> None:
+    # ------------------------------------------------------------------ the owner of the steps
+
+    def lead(self, message: QueueMessage, *, wait_s: float = 0.0) -> None:
         self.sent.append(message)
-
-    def expect_end(self, at_ns: int) -> None:
-        self.expected.append(at_ns)
 
     def freed(self, group: Group) -> None:
         self.freed_groups.append(group)
@@ -135,21 +84,51 @@ class Stage:
     def lose_last_step(self, group: Group) -> None:
         self.lost_groups.append(group)
 
-    def push(self, _reply_to: str, header: Any, batch: list[Any]) -> None:
-        self.pushed.append((header.epoch, [each.request_id for each in batch]))
+    def push(self, _reply_to: str, batch: TokenBatch, outputs: Any) -> None:
+        self.pushed.append((batch.epoch, [each.request_id for each in outputs]))
 
-    def step(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
-        self.steps.lead(cast(Any, mode), binding, epoch)
+    # ------------------------------------------------------------------ what a test lets it do
 
-    def leave_in_mid_step(self) -> None:
-        self.step(self.dp, DP, 3)
-        self.leave()
+    def select(self, binding: Binding) -> None:
+        """Join a group."""
+        self.selected: FakeMode | None = self.engine.select(binding.group.width, binding.formation)
 
-    def leave(self) -> None:
-        self.steps.on_leave((DP, {Rank(0): 1}))
+    def step(self, binding: Binding, epoch: int) -> None:
+        """Lead a step of the joined group."""
+        assert self.selected is not None
+        self.steps.lead(self.selected, binding, epoch)
+
+    def follow(self, binding: Binding, *, is_held: bool = False) -> None:
+        """Obey a step as a follower of the joined group would."""
+        assert self.selected is not None
+        plan = self.selected.plan_step(binding.group, lambda: None)
+        self.steps.follow(self.selected, Step(binding.formation, plan, is_held), binding)
+
+    def leave(self, binding: Binding = DP) -> None:
+        """Leave the joined group."""
+        self.steps.on_leave((binding, {Rank(0): 1}))
         self.selected = None
 
+    def leave_in_mid_step(self) -> None:
+        """Leave the dp group with a step in flight."""
+        self.step(DP, 3)
+        self.leave()
 
-def follow(stage: Stage, mode: PreparedMode, binding: Binding, *, is_held: bool = False) -> None:
-    step = Step(binding.formation, mode.plan_step(binding.group, None), is_held)
-    stage.steps.follow(cast(Any, mode), step, binding)
+    def abort(self, *, closes: bool) -> None:
+        """Let the pair lose a member; on CUDA it is then `closed`."""
+        communicators = self.engine.communicators
+        communicators.abort(TP.group.ranks, TP.formation)
+        if closes:
+            communicators.closed = (TP.group.ranks,)
+
+
+def scheduler_of(mode: FakeMode) -> FakeScheduler:
+    """Return the scheduler of a mode that the rank leads."""
+    assert mode.scheduler is not None
+    return mode.scheduler
+
+
+def task_of(mode: FakeMode) -> FakeRequest:
+    """Return the only task of a mode."""
+    (task,) = scheduler_of(mode).requests.values()
+    return task

@@ -1,13 +1,14 @@
 """A step that is planned before a group is left, and computed when the switch has time for it."""
 
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
-from tests.harness.worker.stepping_rank import DP, TP, PreparedMode, Stage, follow
+from tests.harness.worker.fake_scheduler import token_at
+from tests.harness.worker.stepping_rank import DP, TP, Stage, task_of
 from worker.io.step_queue import Step
 from worker.rank import deferred_step
 from worker.rank.deferred_step import DeferredStep
@@ -15,10 +16,17 @@ from worker.rank.deferred_step import DeferredStep
 JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 
 
+def on_cpu() -> Stage:
+    """A rank in the pair, whose steps are over when they were launched."""
+    stage = Stage()
+    stage.engine.is_synchronous = True
+    stage.select(TP)
+    return stage
+
+
 def hold(stage: Stage) -> None:
-    stage.selected = stage.tp
-    stage.device_done = True  # Nothing is ever under way on CPU.
-    stage.steps.defer(cast(Any, stage.tp), TP, 4)
+    """Defer a step as the leader."""
+    stage.steps.defer(stage.tp, TP, 4)
 
 
 def leave(stage: Stage) -> None:
@@ -26,18 +34,21 @@ def leave(stage: Stage) -> None:
     stage.selected = None
 
 
-def is_lost(mode: PreparedMode) -> Any:
-    def compute() -> str:
-        raise PeerLostError(TP.formation)
-
-    mode.compute = compute  # type: ignore[method-assign]
+def held(leads: bool) -> Stage:
+    """A rank whose step is deferred."""
+    stage = on_cpu()
+    if leads:
+        hold(stage)
+    else:
+        stage.follow(TP, is_held=True)
+    return stage
 
 
 def test_it_is_sent_when_it_is_planned_and_computed_when_asked_for() -> None:
-    stage = Stage()
-    hold(stage)
+    stage = held(leads=True)
     (sent,) = stage.sent
-    assert (type(sent), sent.formation, sent.is_held) == (Step, TP.formation, True)
+    assert isinstance(sent, Step)
+    assert (sent.formation, sent.is_held) == (TP.formation, True)
     leave(stage)
     stage.steps.finish_detached_if_ready()
     assert (stage.steps.has_deferred_step, stage.steps.has_detached_step) == (True, True)
@@ -51,8 +62,7 @@ def test_it_is_sent_when_it_is_planned_and_computed_when_asked_for() -> None:
 
 
 def test_whoever_needs_its_tokens_computes_it() -> None:
-    stage = Stage()
-    hold(stage)
+    stage = held(leads=True)
     leave(stage)
     stage.steps.finish_inflight()
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
@@ -62,8 +72,7 @@ def test_whoever_needs_its_tokens_computes_it() -> None:
 
 
 def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
-    stage = Stage()
-    hold(stage)
+    stage = held(leads=True)
     leave(stage)
     assert stage.steps.draining_group == JOINED
     stage.steps.run_deferred()
@@ -71,22 +80,18 @@ def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
 
 
 def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
-    stage = Stage()
-    told: list[tuple[int, int]] = []
-    log: Any = stage.steps.log
-    log.ended = lambda _plan, _width, began_ns, ended_ns, _floor: told.append((began_ns, ended_ns))
-    hold(stage)
+    stage = held(leads=True)
     leave(stage)
     time.sleep(0.02)
     caught_up_ns = time.monotonic_ns()
     stage.steps.run_deferred()
-    ((began_ns, ended_ns),) = told
+    ((began_ns, ended_ns),) = stage.log.times
     assert caught_up_ns <= began_ns <= ended_ns
     assert stage.expected == [], "others leave when it is planned, not when it is over"
 
 
 def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage()
+    stage = on_cpu()
     seen = [stage.steps.is_late]
     hold(stage)
     for limit_s in (60.0, -1.0):
@@ -97,18 +102,15 @@ def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_leader_that_stays_computes_it_before_it_plans_another() -> None:
-    stage = Stage()
-    hold(stage)
-    stage.step(stage.tp, TP, 4)
-    assert stage.tp.computed == 1
-    assert stage.tp.scheduler.events == ["plan", "finish", "plan"]
-    assert stage.pushed == [(4, ["tp task"])]
+    stage = held(leads=True)
+    stage.step(TP, 5)
+    assert stage.tp.computed == 2
+    assert stage.pushed == [(4, ["tp task"]), (5, ["tp task"])]
+    assert task_of(stage.tp).tokens == [token_at([1, 2, 3], position) for position in (3, 4)]
 
 
 def test_a_follower_computes_it_when_asked() -> None:
-    stage = Stage()
-    stage.selected, stage.device_done = stage.tp, True
-    follow(stage, stage.tp, TP, is_held=True)
+    stage = held(leads=False)
     leave(stage)
     assert (stage.tp.computed, stage.steps.has_deferred_step, stage.steps.ended_ns) == (0, True, 0)
     assert stage.steps.draining_group == JOINED
@@ -122,13 +124,8 @@ def test_a_follower_computes_it_when_asked() -> None:
     ("leads", "asks"), [(True, "run_deferred"), (True, "finish_inflight"), (False, "run_deferred")]
 )
 def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool, asks: str) -> None:
-    stage = Stage()
-    is_lost(stage.tp)
-    if leads:
-        hold(stage)
-    else:
-        stage.selected, stage.device_done = stage.tp, True
-        follow(stage, stage.tp, TP, is_held=True)
+    stage = held(leads)
+    stage.abort(closes=False)
     leave(stage)
     getattr(stage.steps, asks)()
     assert stage.lost_groups == [TP.group]
@@ -138,13 +135,8 @@ def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool,
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> None:
-    stage = Stage()
-    is_lost(stage.tp)
-    if leads:
-        hold(stage)
-    else:
-        stage.selected = stage.tp
-        follow(stage, stage.tp, TP, is_held=True)
+    stage = held(leads)
+    stage.abort(closes=False)
     with pytest.raises(PeerLostError):
         stage.steps.run_deferred()
     assert stage.lost_groups == []
@@ -153,12 +145,7 @@ def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> Non
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_one_of_a_formation_that_is_dropped_is_never_computed(leads: bool) -> None:
-    stage = Stage()
-    if leads:
-        hold(stage)
-    else:
-        stage.selected, stage.device_done = stage.tp, True
-        follow(stage, stage.tp, TP, is_held=True)
+    stage = held(leads)
     stage.steps.drop(TP.formation)
     assert (stage.steps.has_deferred_step, stage.steps.has_inflight) == (False, False)
     stage.steps.run_deferred()
@@ -167,10 +154,9 @@ def test_one_of_a_formation_that_is_dropped_is_never_computed(leads: bool) -> No
 
 
 def test_one_that_trails_is_computed_though_another_formation_is_dropped() -> None:
-    stage = Stage()
-    hold(stage)
+    stage = held(leads=True)
     leave(stage)
-    stage.selected = stage.dp
+    stage.selected = stage.dp  # It is joined, but its width is selected after that step.
     stage.steps.drop(DP.formation)
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
 
