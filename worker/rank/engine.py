@@ -3,7 +3,7 @@
 `worker.engine` has these attributes and methods over vLLM. Its classes match by structure, so no
 adapter stands between a rank and its engine in a step. The rank's logic imports neither torch nor
 vLLM: it runs as well over an engine that computes nothing. All calls come from the rank's main
-loop, except `Engine.copy_aside`, `Mover.start` and `Engine.mark`, which its copy thread calls.
+loop, except `copy_aside`, `start` and `mark`, which its copy thread calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from coordinator.protocol.terms import TaskId
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
-from kvadaptor.transfer.rounds import Mover
+from kvadaptor.transfer.rounds import Finish, Round
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.step_log import PlannedStep
 from worker.rank.step_times import StepTimes
@@ -303,6 +303,19 @@ class EngineProbe(Protocol):
         """
 
 
+class EngineMover(Protocol):
+    """Copies KV between ranks, numbered from the first one that the engine can reach."""
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether a rank copies without its peers, so that copies can run beside their steps."""
+
+    def start(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> Finish:
+        """Begin this rank's part of a round, at `units` units a page; see `Mover`."""
+
+
 class EngineKV(Protocol):
     """The rank's KV memory."""
 
@@ -347,7 +360,7 @@ class Engine(Protocol):
         """The mailboxes of this rank and of its peers."""
 
     @property
-    def mover(self) -> Mover:
+    def mover(self) -> EngineMover:
         """What copies KV between ranks."""
 
     @property

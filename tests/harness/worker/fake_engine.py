@@ -35,7 +35,7 @@ from tests.harness.worker.fake_scheduler import (
     Part,
     token_at,
 )
-from worker.rank.engine import EngineFacts, NoRoomError
+from worker.rank.engine import EngineFacts, EngineMover, NoRoomError
 from worker.rank.step_times import StepCurve, StepTimes, width_times
 from worker.spec import RankSpec
 
@@ -124,19 +124,11 @@ class FakeMover:
     ) -> Finish:
         """Copy at once."""
         launched()
-        stats = self.move(copies, units)
-        return lambda: stats
-
-    def move(self, copies: Round, units: int) -> MoveStats:
-        """See `Mover`."""
         target, moved = self._memory[self._own].units(units), [0, 0]
         for source, (src, dst) in copies.get(self._own, {}).items():
             target[dst] = self._memory[source].units(units)[src]
             moved[source == self._own] += src.size * target[0].nbytes
-        return MoveStats(moved[0], moved[1], 0.0)
-
-    def warm(self, units: int) -> None:
-        """See `Mover`."""
+        return lambda: MoveStats(moved[0], moved[1], 0.0)
 
 
 class FakeProbe:
@@ -293,7 +285,7 @@ class FakeEngine:
         self.kv = cell.memory[spec.rank]
         self.pages = PagePool(self.kv.num_pages)
         self.mailboxes = cell.mailboxes
-        self.mover = FakeMover(spec.rank, cell.memory)
+        self.mover: EngineMover = FakeMover(spec.rank, cell.memory)
         self.intake = FakeIntake()
         self.communicators = FakeCommunicators(cell.aborted)
         self.modes = {width: self._mode(width) for width in spec.widths}

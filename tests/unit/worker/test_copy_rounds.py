@@ -2,18 +2,19 @@
 
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 
-from comm_pool.layout import Rank
-from comm_pool.mailbox import GAVE_UP
-from kvadaptor.reshard.terms import UnitCopies
+from comm_pool.layout import Group, Mode, Rank
+from comm_pool.mailbox import GAVE_UP, RankMailbox
+from coordinator.protocol.terms import Binding
+from kvadaptor.reshard.terms import ReshardPlan, UnitCopies
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, MoveError
+from tests.harness.worker.fake_engine import FakeCell
 from worker.rank.migration.copy_rounds import (
     CopyRounds,
     MigrationCallbacks,
@@ -22,8 +23,10 @@ from worker.rank.migration.copy_rounds import (
     PreparedMigration,
     split,
 )
+from worker.rank.migration.manifest import MigrationPlan
 
 UNITS = 20
+EPOCH = 5
 
 
 def copies(dst: int, sources: list[tuple[int, int, int]], number: int = 1) -> UnitCopies:
@@ -66,22 +69,12 @@ def test_without_a_step_under_way_all_is_copied_at_once() -> None:
     assert (pairs(early), late) == ([(0, 1, 3, 4)], [])
 
 
-class FakeBoard:
-    def __init__(self, epoch: int = 5) -> None:
-        self.epoch = epoch
-        self.round = 0
-        self.is_settled = False
-
-    def finish_round(self, number: int) -> None:
-        self.round = number
-
-
 class Recorder:
     """Notes what it is asked to copy, and whether the peers had settled by then."""
 
     is_one_sided = True
 
-    def __init__(self, mailboxes: dict[Rank, FakeBoard]) -> None:
+    def __init__(self, mailboxes: Mapping[Rank, RankMailbox]) -> None:
         self.mailboxes = mailboxes
         self.takes_s = 0.0
         self.is_device = False
@@ -128,34 +121,39 @@ class Stage:
         rounds: int = 1,
         late: bool = False,
     ) -> None:
-        self.mailboxes = {Rank(rank): FakeBoard() for rank in range(2)}
+        engine = FakeCell(2).engines[Rank(0)]
+        self.mailboxes = engine.mailboxes
+        for mailbox in self.mailboxes.values():
+            mailbox.publish(EPOCH, b"manifest")
         self.mover = Recorder(self.mailboxes)
         self.looks = 0
         self.settles_after = 3
         self.meets = False
         """The peers finish round 1."""
-        move = SimpleNamespace(
-            ranks=(0, 1),
-            plan=SimpleNamespace(copies=tuple(parts), units=2, rounds=rounds),
-            may_begin_early=early,
-            may_end_late=late,
-            spoils_from=None,
+        pair = (Rank(0), Rank(1))
+        alone = tuple(Binding(Group((rank,), Mode.DP), EPOCH) for rank in pair)
+        move = MigrationPlan(
+            ranks=pair,
+            bindings=(Binding(Group(pair, Mode.TP), EPOCH),) if late else alone,
+            plan=ReshardPlan(2, rounds, (), (), tuple(parts), (), (), 0),
+            indices=(),
+            cargo={},
+            chains={},
+            old_groups=(),
+            spoils_from=None if early else 1,
             written={1: written(7)},
         )
-        self.pending = PreparedMigration(5, cast(Any, move))
+        assert (move.may_begin_early, move.may_end_late) == (early, late)
+        self.pending = PreparedMigration(EPOCH, move)
         self.restored = 0
         self.told: list[int] = []
         """How many copies were over when it went on."""
         self.marks: list[int] = []
         """How many copies the device was told of before what comes behind them."""
-        engine = SimpleNamespace(
-            mover=self.mover,
-            spec=SimpleNamespace(first=0),
-            copy_aside=lambda: None,
-            mark=self.mark,
-            is_synchronous=False,
-        )
-        self.rounds = CopyRounds(cast(Any, engine), cast(Any, self.mailboxes), Rank(0), self.look)
+        engine.is_synchronous, engine.mover = False, self.mover
+        marking: Any = engine
+        marking.mark = self.mark
+        self.rounds = CopyRounds(engine, self.mailboxes, Rank(0), self.look)
 
     def mark(self) -> Callable[[], None]:
         count = len(self.mover.calls)
@@ -165,9 +163,9 @@ class Stage:
         self.looks += 1
         if self.looks >= self.settles_after:
             for mailbox in self.mailboxes.values():
-                mailbox.is_settled = True
+                mailbox.settle(b"tokens")
                 if mailbox.round != GAVE_UP:
-                    mailbox.round = max(mailbox.round, 2 if self.meets else 1)
+                    mailbox.finish_round(max(mailbox.round, 2 if self.meets else 1))
 
     def restore(self) -> None:
         assert not self.told
@@ -258,8 +256,8 @@ def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
 def test_a_peer_that_gives_up_ends_the_move() -> None:
     stage = Stage(PARTS)
     stage.settles_after = 10**9
-    stage.mailboxes[Rank(0)].is_settled = True
-    stage.mailboxes[Rank(1)].round = GAVE_UP
+    stage.mailboxes[Rank(0)].settle(b"tokens")
+    stage.mailboxes[Rank(1)].finish_round(GAVE_UP)
     with pytest.raises(MoveFailedError, match="rank 1 gave up the migration"):
         stage.run()
     assert len(stage.mover.calls) == 1, "what waits for old steps was not copied"
@@ -324,7 +322,7 @@ def test_who_does_not_copy_any_more_is_not_waited_for(
     if why == "gave up":
         other.finish_round(GAVE_UP)
     elif why == "is in another move":
-        other.epoch = 6
+        other.publish(EPOCH + 1, b"manifest")
     started = time.monotonic()
     stage.rounds.end_all()
     waited_s = time.monotonic() - started
