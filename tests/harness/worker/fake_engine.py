@@ -12,7 +12,7 @@ import mmap
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -369,19 +369,25 @@ class FakeCell:
         self,
         world: int = 1,
         *,
-        pages: int = 33,
+        pages: int | Sequence[int] = 33,
         tokens_per_slot: int = 32,
         max_tasks: int = 8,
         budget: int = 96,
     ) -> None:
-        """Groups may have all widths up to `world`, a power of two; `budget` tokens make a step."""
+        """Groups may have all widths up to `world`, a power of two; `budget` tokens make a step.
+
+        Each rank has as many `pages`, or as many as stand in its place.
+        """
         self.max_tasks = max_tasks
         self.budget = budget
         self.widths = tuple(1 << power for power in range(world.bit_length()))
         self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
         geometry = PageGeometry(1, 4, 1, 1, 4, tokens_per_slot)
         everyone = tuple(map(Rank, range(world)))
-        self.memory: dict[int, FakeKV] = {rank: FakeKV(geometry, pages) for rank in everyone}
+        sizes = [pages] * world if isinstance(pages, int) else pages
+        self.memory: dict[int, FakeKV] = {
+            rank: FakeKV(geometry, size) for rank, size in zip(everyone, sizes, strict=True)
+        }
         self.mailboxes = {rank: RankMailbox(mmap.mmap(-1, MAILBOX_BYTES)) for rank in everyone}
         self._queues: dict[tuple[Rank, ...], dict[Rank, deque[bytes]]] = {}
         self.engines = {rank: FakeEngine(self, self._spec(rank, world)) for rank in everyone}

@@ -17,7 +17,7 @@ from tests.harness.worker.fake_rank import FakeRank
 from tests.harness.worker.fake_scheduler import token_at
 
 TOKENS = 30
-PAGES = 65
+PAGES, MORE_PAGES = 65, 97
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +38,13 @@ def last_step_of(rank: FakeRank) -> str:
 class Cell:
     """All ranks of a cell, each driven as its main loop would, in the order of a switch."""
 
-    def __init__(self, layout: str, world: int, last_step: str) -> None:
-        """How groups are left: their `last_step` is over, in flight, or deferred."""
+    def __init__(self, layout: str, pages: tuple[int, ...], last_step: str) -> None:
+        """`pages` of each rank; groups are left with a `last_step` over, in flight or deferred."""
+        world = len(pages)
         self.world = world
         self.last_step = last_step
         self.streams: dict[str, list[int]] = {}
-        cell = FakeCell(world, pages=PAGES)
+        cell = FakeCell(world, pages=pages)
         self.ranks = [FakeRank(cell, rank, self.streams) for rank in range(world)]
         for each in self.ranks:
             each.engine.is_synchronous = last_step != "in flight"
@@ -135,6 +136,7 @@ class Cell:
 
 
 @pytest.mark.parametrize("last_step", ["over", "in flight", "deferred"])
+@pytest.mark.parametrize("is_unequal", [False, True], ids=["equal", "unequal"])
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
@@ -145,9 +147,10 @@ class Cell:
     ids=str,
 )
 def test_streams_go_on_in_every_layout(
-    world: int, layouts: tuple[str, ...], last_step: str
+    world: int, layouts: tuple[str, ...], last_step: str, is_unequal: bool
 ) -> None:
-    cell = Cell(layouts[0], world, last_step)
+    pages = tuple(MORE_PAGES if is_unequal and rank % 2 else PAGES for rank in range(world))
+    cell = Cell(layouts[0], pages, last_step)
     for number in range(2 * len(cell.target.bindings)):
         group = number // 2
         cell.place(f"task {number}", group, range(100 * number, 100 * number + 30 + 7 * number))
@@ -155,6 +158,7 @@ def test_streams_go_on_in_every_layout(
         cell.step(5)
         cell.switch(layout)
     cell.finish()
-    pages = [each.engine.pages.counts() for each in cell.ranks]
-    assert all(each.free + each.owned + sum(each.leased.values()) == PAGES - 1 for each in pages)
+    counts = [each.engine.pages.counts() for each in cell.ranks]
+    known = [each.free + each.owned + sum(each.leased.values()) + 1 for each in counts]
+    assert known == list(pages)
     assert all(len(each.runtime.book) == 0 for each in cell.ranks)
