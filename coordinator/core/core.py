@@ -5,7 +5,7 @@ closes groups for tasks, and a lost rank's tasks go back to the pool. Pure: the 
 events with its clock's time, one at a time, and carries out the effects in order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
@@ -273,7 +273,12 @@ class Core:
         self._decisions.add(decision)
         decide_ms = 0 if wanted.asked_ms is None else max(0, now_ms - wanted.asked_ms)
         self._switcher.retarget(
-            wanted.layout, wanted.carry, wanted.cause, now_ms, decide_ms=decide_ms
+            wanted.layout,
+            wanted.carry,
+            wanted.cause,
+            now_ms,
+            decide_ms=decide_ms,
+            reserved=self._reserved_groups(wanted.layout),
         )
         if self._switcher.is_speculating:
             changing = changing_groups(self._switcher, self._roster)
@@ -335,14 +340,14 @@ class Core:
         carry = self._settings.default_carry
         decision = recorded(evaluation.verdict, carry, now_ms)
         layout = evaluation.verdict.choice.layout
+        if evaluation.verdict.changes:
+            steering.keep(evaluation.verdict)
         if layout == self._switcher.target.layout:
             self._decisions.add(decision)
         elif self.why_unreachable(layout) is None:
             wanted = SwitchWanted(layout, carry, POLICY, now_ms)
             effects += self._switch_wanted(wanted, now_ms, decision)
-        if evaluation.verdict.changes:
-            steering.keep(evaluation.verdict)
-        return effects
+        return [*effects, *self._pool.vacate(self._open_groups(), now_ms)]
 
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
         """Do what may follow from any event."""
@@ -393,9 +398,11 @@ class Core:
         return placed
 
     def _open_groups(self) -> tuple[OpenGroup, ...]:
-        layout = self._switcher.target.layout
-        reserved_groups = self._steering.reserved_groups(layout) if self._steering else None
+        reserved_groups = self._reserved_groups(self._switcher.target.layout)
         return open_groups(self._switcher, self._roster, self._stragglers, reserved_groups)
+
+    def _reserved_groups(self, layout: Layout) -> Mapping[Rank, int]:
+        return self._steering.reserved_groups(layout) if self._steering else {}
 
     def _refresh_context(self) -> list[Effect]:
         if self._switcher.recovering:

@@ -72,9 +72,14 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A layout with the formation epoch of each of its groups."""
+    """A layout with the formation epoch of each of its groups.
+
+    `reserved` are the (leader, n) of groups that are for tasks of the n most urgent tiers when the
+    target is chosen: a migration puts these tasks there, and others elsewhere.
+    """
 
     bindings: tuple[Binding, ...]
+    reserved: tuple[tuple[Rank, int], ...] = ()
 
     @property
     def layout(self) -> Layout:

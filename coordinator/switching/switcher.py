@@ -6,7 +6,7 @@ abort: a change of plan is a new target with a higher epoch, at any time. The co
 and sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.model.records import SwitchLog, SwitchRecord
@@ -184,6 +184,7 @@ class Switcher:
         *,
         decide_ms: int = 0,
         fresh: Collection[Rank] = (),
+        reserved: Mapping[Rank, int] | None = None,
     ) -> None:
         """Switch to another layout; allowed at any time.
 
@@ -199,7 +200,7 @@ class Switcher:
             return
         self._decide_ms = decide_ms
         self._set_carry(carry, now_ms)
-        self._set_target(layout, cause, now_ms, fresh)
+        self._set_target(layout, cause, now_ms, fresh, reserved)
 
     def directive_for(self, rank: Rank) -> Directive | None:
         """Return the rank's current directive; None if it has not reported or has ended."""
@@ -254,13 +255,20 @@ class Switcher:
         self._set_carry(Carry.RESHARD if plan is Carry.SPECULATE else plan, now_ms)
         self._set_target(layout, cause, now_ms, fresh)
 
-    def _set_target(self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank]) -> None:
+    def _set_target(
+        self,
+        layout: Layout,
+        cause: str,
+        now_ms: int,
+        fresh: Collection[Rank],
+        reserved: Mapping[Rank, int] | None = None,
+    ) -> None:
         reports = [report for rank in self._roster if (report := self._roster.report_of(rank))]
         highest = max([self.epoch, *(report.stage.epoch for report in reports)])
         previous = self.target
         fresh = {*fresh, *self._half_formed()}
         self.stage = Stage(highest + 1, Phase.PARK)
-        self.target = bind(layout, previous, self.stage.epoch, fresh)
+        self.target = bind(layout, previous, self.stage.epoch, fresh, reserved or {})
         self.alive = layout.ranks
         for binding in previous.bindings:
             if binding not in self.target.bindings:

@@ -3,7 +3,7 @@
 The switcher calls this module.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Layout, Rank
 from coordinator.protocol.messages.rank import Report
@@ -11,10 +11,17 @@ from coordinator.protocol.terms import Binding, Phase, Stage, Target
 from coordinator.ranks.roster import Roster
 
 
-def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
+def bind(
+    layout: Layout,
+    previous: Target,
+    epoch: int,
+    fresh: Collection[Rank],
+    reserved: Mapping[Rank, int],
+) -> Target:
     """Return the layout's groups; those of `previous` keep their formation unless a rank is fresh.
 
-    New formations get the number `epoch`.
+    New formations get the number `epoch`. `reserved` maps leaders to the number of the most urgent
+    tiers that their groups are for.
     """
     stays = {
         binding.group: binding
@@ -22,7 +29,8 @@ def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) 
         if not set(fresh).intersection(binding.group.ranks)
     }
     return Target(
-        tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups)
+        tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups),
+        tuple(sorted(reserved.items())),
     )
 
 

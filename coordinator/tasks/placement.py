@@ -149,6 +149,15 @@ def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank
     return min(kv_tokens(hellos, width), *(hello.max_model_len_tokens for hello in hellos))
 
 
+def foreign_to(group: OpenGroup, groups: Sequence[OpenGroup], task: Task) -> bool:
+    """Return whether a group is reserved for more urgent tiers, and the task fits elsewhere."""
+    if not task.header.tier >= group.reserved_tiers > 0:
+        return False
+    return any(
+        each.could_hold(task) for each in groups if not task.header.tier >= each.reserved_tiers > 0
+    )
+
+
 def _for_tier(
     free: Sequence[OpenGroup], groups: Sequence[OpenGroup], task: Task
 ) -> Sequence[OpenGroup]:
@@ -156,12 +165,7 @@ def _for_tier(
 
     A task that fits nowhere else may go to a group reserved for more urgent tiers.
     """
-    tier = task.header.tier
-    if not any(tier >= group.reserved_tiers > 0 for group in groups):
-        return free
-    if not any(group.could_hold(task) for group in groups if not tier >= group.reserved_tiers > 0):
-        return free
-    return [group for group in free if not tier >= group.reserved_tiers > 0]
+    return [each for each in free if not foreign_to(each, groups, task)]
 
 
 class Loads:

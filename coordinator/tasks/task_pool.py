@@ -6,7 +6,7 @@ name its attempt. The core passes messages in and carries out the returned effec
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from comm_pool.layout import Rank
@@ -29,7 +29,7 @@ from coordinator.protocol.messages.tasks import (
 )
 from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId
 from coordinator.tasks.ended_tasks import EndedTask, EndedTasks
-from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.placement import OpenGroup, foreign_to
 from coordinator.tasks.shedding import Shedding
 from coordinator.tasks.task import (
     ATTEMPTS_APART,
@@ -281,6 +281,17 @@ class TaskPool:
         self._shedding.has_groups = bool(groups)
         chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms)
         return [self._place(task, group, now_ms) for task, group in chosen]
+
+    def vacate(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:
+        """Take back what waits in groups that have been reserved for more urgent tiers since."""
+        effects: list[Effect] = []
+        for group in groups if any(each.reserved_tiers for each in groups) else ():
+            for task in [self._tasks[name] for name in self._tasks.loads.of(group.leader)]:
+                waits = task.state is State.PLACED and not task.generated
+                if waits and foreign_to(group, groups, task):
+                    effects.append(ToRank(group.leader, GiveBack(task.id)))
+                    self._tasks.enter(task, State.RETURNING, now_ms, group.leader)
+        return effects
 
     def recheck_context(self) -> list[Effect]:
         """Fail queued tasks that are now too long for every group that can still be formed."""

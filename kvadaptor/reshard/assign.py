@@ -64,6 +64,7 @@ class _Book:
     def __init__(self, given: ReshardInput, blocks: Blocks) -> None:
         self._blocks = blocks
         self._widths = [len(group.ranks) for group in given.new]
+        self._reserved = [group.reserved_tiers for group in given.new]
         room = blocks.touchable.sum(axis=1)
         self.room = []
         for group, width in zip(given.new, self._widths, strict=True):
@@ -78,9 +79,18 @@ class _Book:
         return (self.count[group] + more) / self._widths[group]
 
     def by_load(self, chain: int) -> list[int]:
-        """Return the groups by their load with the chain, least loaded first."""
+        """Return the groups for the chain's tier first, and the least loaded first among those."""
         more = self._new_blocks(chain)
-        return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
+        tier = self._blocks.chains[chain].tier
+        return sorted(
+            range(len(more)),
+            key=lambda group: (self.is_foreign(group, tier), self.load(group, more[group])),
+        )
+
+    def is_foreign(self, group: int, tier: int) -> bool:
+        """Return whether reservations keep tasks of this tier out of the group."""
+        reserved = self._reserved[group]
+        return tier >= reserved if reserved else tier < max(self._reserved)
 
     def admit_all(self, wanted: Mapping[int, int]) -> bool:
         """Give every group its wanted tasks, if there is ample room for all."""
@@ -131,7 +141,8 @@ def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[
     """Assign tasks to groups, largest first, each to the group with the lowest load afterwards.
 
     A block that only another group holds counts twice, because both would then hold it. A group
-    with too few pages comes last. Among equal groups, the one with more of the task already in
+    with too few pages comes last, and before it one that is reserved for other tiers. Among equal
+    groups, the one with more of the task already in
     place wins.
     """
     book = _Book(given, blocks)
@@ -153,11 +164,12 @@ def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[
             holding = holds[:, shared]
             held = np.count_nonzero(holding, axis=1).tolist()
             somewhere = int(np.count_nonzero(holding.any(axis=0)))
-        best, best_key = 0, None
+        best, best_key, tier = 0, None, blocks.chains[tasks[at]].tier
         for group in groups:
             more = sizes[at] - held[group]
             key = (
                 book.count[group] + more > book.room[group],
+                book.is_foreign(group, tier),
                 book.load(group, more + somewhere - held[group]),
                 -in_place[group][at],
             )

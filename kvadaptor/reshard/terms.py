@@ -64,9 +64,13 @@ class OldGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group after the switch."""
+    """A group after the switch; `reserved_tiers` above 0: it is for tasks of lower tiers than that.
+
+    Then other tasks go to other groups, and these tasks go to it, as far as pages allow.
+    """
 
     ranks: tuple[int, ...]
+    reserved_tiers: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

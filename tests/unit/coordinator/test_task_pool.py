@@ -1,5 +1,7 @@
 """The life of a task in the pool, one situation per test."""
 
+from dataclasses import replace
+
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
@@ -283,3 +285,22 @@ def test_a_task_that_ended_or_was_given_up_is_not_adopted() -> None:
     assert messages(tasks.adopted(TWO, Adopted(B, 2, 4), 2)) == [Drop(B, 2), Resubmit(B, 3)]
     assert state(tasks, B) is State.ASKED
     assert messages(tasks.adopted(TWO, Adopted(B, 2, 4), 3)) == [Drop(B, 2)]
+
+
+def test_what_waits_in_a_group_reserved_for_others_is_taken_back() -> None:
+    tasks = placed(A, B)
+    tasks.tasks.grow(tasks.tasks[B], 1)
+    reserved = replace(group(ZERO), reserved_tiers=1)
+    assert tasks.vacate([reserved], 1) == [], "they fit nowhere else"
+    assert tasks.vacate([group(ZERO), group(TWO)], 1) == []
+    effects = tasks.vacate([reserved, group(TWO)], 1)
+    assert effects == [ToRank(ZERO, GiveBack(A))], "B has begun"
+    assert state(tasks, A) is State.RETURNING
+    assert tasks.vacate([reserved, group(TWO)], 2) == [], "it is on its way"
+
+
+def test_urgent_tasks_stay_in_a_group_reserved_for_them() -> None:
+    tasks = pool()
+    tasks.submit(submit(A, tier=Tier.INTERACTIVE), 0)
+    tasks.place([group(ZERO)], 0)
+    assert tasks.vacate([replace(group(ZERO), reserved_tiers=1), group(TWO)], 1) == []

@@ -374,3 +374,28 @@ def test_the_checker_catches(broken: Callable[[ReshardPlan], ReshardPlan]) -> No
     assert plan.rounds == 2
     with pytest.raises(AssertionError):
         check_plan(given, broken(plan), random.Random(1))
+
+
+def test_reserved_groups_get_the_tasks_of_their_tiers() -> None:
+    """Otherwise the larger ones would be shared out by size."""
+    tasks = [chain(f"task {n}", [n], [n], tier=n % 2) for n in range(2, 10)]
+    given = asked([tp2(*tasks)], [[0], [1]], {0: range(20, 40), 1: range(20, 40)})
+    for reserved in (0, 1):
+        groups = tuple(
+            NewGroup(each.ranks, 1 if number == reserved else 0)
+            for number, each in enumerate(given.new)
+        )
+        plan = planned(dataclasses.replace(given, new=groups))
+        assert not plan.fallbacks
+        for each in plan.carried:
+            is_urgent = int(each.id.split()[1]) % 2 == 0
+            assert (each.group == reserved) == is_urgent, each.id
+
+
+def test_pages_count_more_than_reservations() -> None:
+    tasks = [chain(f"task {n}", [n], [n], tier=1) for n in range(2, 10)]
+    given = asked([tp2(*tasks)], [[0], [1]], {0: range(20, 40), 1: ()})
+    groups = (NewGroup((0,), 1), NewGroup((1,)))
+    plan = planned(dataclasses.replace(given, new=groups))
+    assert not plan.fallbacks
+    assert {each.group for each in plan.carried} == {0, 1}

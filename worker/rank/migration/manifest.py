@@ -213,11 +213,14 @@ def plan_move(
     tokens = geometry.tokens_per_slot
     old = [_old_group(group, manifests, cargo, chains, tokens, newest) for group in groups]
     old += [OldGroup((each,)) for each in alone]
+    reserved = dict(target.reserved)
     given = ReshardInput(
         num_kv_heads=geometry.num_kv_heads,
         num_pages={each: manifests[each].num_pages for each in ranks},
         old=tuple(sorted(old, key=lambda group: group.ranks)),
-        new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
+        new=tuple(
+            NewGroup(tuple(each.group.ranks), reserved.get(each.group.leader, 0)) for each in mine
+        ),
         free={each: _free(manifests, each, old) for each in ranks},
     )
     plan = plan_reshard(given)
