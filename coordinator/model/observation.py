@@ -22,9 +22,10 @@ class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that the running tasks are still likely to generate, at most their limits."""
     longest_tokens: int = 0
     """The longest context that any of them may reach."""
-    rate_short: float = 0.0
-    rate_long: float = 0.0
-    """Arrivals per second over a short and a long window."""
+    rate: float = 0.0
+    """Arrivals per second since the rate last changed."""
+    rate_age_s: float = 0.0
+    """How long ago that was, at most 30 s."""
     prompts: tuple[int, ...] = ()
     """Quantiles of the newest prompts' lengths, ascending."""
     output_tokens: float = 0.0

@@ -1,13 +1,8 @@
-"""Arrival rates and lengths of tasks, by tier; `controller` and the simulator call this module.
+"""Arrival rates and lengths of tasks, by tier; `controller` and the simulator call this module."""
 
-Rates are exponential windows: an arrival counts 1/window at once, and fades. A window younger than
-its span is scaled up, so that a first burst is not underrated.
-"""
-
-import math
 from collections import deque
 
-from coordinator.policy.demand import LONG_WINDOW_S, SHORT_WINDOW_S
+from coordinator.policy.arrival_rate import ArrivalRate, Rate
 from coordinator.protocol.terms import Tier
 
 LENGTHS_MAX = 64
@@ -15,73 +10,43 @@ LENGTHS_MAX = 64
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
-
-AGE_MIN_S = 1.0
-"""A younger window is not scaled up any further."""
-
-
-class _Window:
-    __slots__ = ("_at_s", "_first_s", "_rate", "_span_s")
-
-    def __init__(self, span_s: float) -> None:
-        self._span_s = span_s
-        self._rate = 0.0
-        self._at_s = 0.0
-        self._first_s: float | None = None
-
-    def add(self, now_s: float) -> None:
-        if self._first_s is None:
-            self._first_s = now_s
-        self._rate = self._faded(now_s) + 1 / self._span_s
-        self._at_s = now_s
-
-    def rate(self, now_s: float) -> float:
-        if self._first_s is None:
-            return 0.0
-        age_s = max(AGE_MIN_S, now_s - self._first_s)
-        return self._faded(now_s) / (1 - math.exp(-age_s / self._span_s))
-
-    def _faded(self, now_s: float) -> float:
-        return self._rate * math.exp(-max(0.0, now_s - self._at_s) / self._span_s)
+LENGTHS_MIN = 8
+"""A regime with fewer prompts borrows the lengths of earlier ones."""
 
 
 class TierArrivals:
     """The arrivals of one tier."""
 
-    __slots__ = ("_long", "_outputs", "_prompts", "_quantiles", "_short")
+    __slots__ = ("_outputs", "_prompts", "_rate")
 
     def __init__(self) -> None:
-        self._short = _Window(SHORT_WINDOW_S)
-        self._long = _Window(LONG_WINDOW_S)
-        self._prompts: deque[int] = deque(maxlen=LENGTHS_MAX)
+        self._rate = ArrivalRate()
+        self._prompts: deque[tuple[int, int]] = deque(maxlen=LENGTHS_MAX)
+        """(arrival in ms, tokens) of the newest prompts."""
         self._outputs: deque[int] = deque(maxlen=LENGTHS_MAX)
-        self._quantiles: tuple[int, ...] | None = None
 
     def on_arrival(self, prompt_tokens: int, now_ms: int) -> None:
         """Count a task."""
-        self._short.add(now_ms / 1000)
-        self._long.add(now_ms / 1000)
-        self._prompts.append(prompt_tokens)
-        self._quantiles = None
+        self._rate.add(now_ms)
+        self._prompts.append((now_ms, prompt_tokens))
 
     def on_end(self, output_tokens: int) -> None:
         """Record how many tokens a finished task generated."""
         self._outputs.append(output_tokens)
 
-    def rates(self, now_ms: int) -> tuple[float, float]:
-        """Return arrivals per second over the short and the long window."""
-        return self._short.rate(now_ms / 1000), self._long.rate(now_ms / 1000)
+    def rate(self, now_ms: int) -> Rate:
+        """Return the rate of the newest regime."""
+        return self._rate.at(now_ms)
 
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """Quantiles of the newest prompts' lengths; empty before the first."""
-        if self._quantiles is None:
-            ordered = sorted(self._prompts)
-            last = len(ordered) - 1
-            self._quantiles = (
-                tuple(max(1, ordered[round(q * last)]) for q in QUANTILES) if ordered else ()
-            )
-        return self._quantiles
+    def prompts(self, now_ms: int, rate: Rate) -> tuple[int, ...]:
+        """Return quantiles of the prompts' lengths in a regime; empty before the first prompt."""
+        since_ms = now_ms - rate.age_s * 1000
+        newest = [tokens for arrived_ms, tokens in self._prompts if arrived_ms >= since_ms]
+        if len(newest) < LENGTHS_MIN:
+            newest = [tokens for _, tokens in self._prompts]
+        ordered = sorted(newest)
+        last = len(ordered) - 1
+        return tuple(max(1, ordered[round(q * last)]) for q in QUANTILES) if ordered else ()
 
     @property
     def output_tokens(self) -> float:

@@ -8,12 +8,6 @@ from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.predict import Demand
 from coordinator.protocol.terms import Tier
 
-SHORT_WINDOW_S = 2.0
-LONG_WINDOW_S = 15.0
-
-DEVIATIONS = 3.0
-"""The short window counts if it differs from the long one by this many standard deviations."""
-
 PROMPTS_ASSUMED = (512,)
 OUTPUT_ASSUMED = 128.0
 """For tiers without any arrival so far."""
@@ -22,26 +16,12 @@ IDLE_RATE = 0.05
 """An idle cell is laid out for single requests, one in 20 seconds."""
 
 
-def expected_rate(short: float, long: float) -> float:
-    """Return the arrivals per second to plan for.
-
-    Few arrivals say little: the long window counts, unless chance cannot explain the short one. A
-    falling rate counts by half, for the next burst.
-    """
-    deviation = (max(long, 1 / LONG_WINDOW_S) / (2 * SHORT_WINDOW_S)) ** 0.5
-    if short > long + DEVIATIONS * deviation:
-        return short
-    if short < long - DEVIATIONS * deviation:
-        return (short + long) / 2
-    return long
-
-
 def demands_of(observation: Observation, settings: PolicySettings) -> list[Demand]:
     """Return the demand of each tier that has any; for an idle cell, one standard request's."""
     found = [
         _demand(tier, settings)
         for tier in observation.tiers
-        if tier.unstarted or tier.running or max(tier.rate_short, tier.rate_long) > IDLE_RATE
+        if tier.unstarted or tier.running or tier.rate > IDLE_RATE
     ]
     if found:
         return found
@@ -56,7 +36,7 @@ def _demand(tier: TierObservation, settings: PolicySettings) -> Demand:
     return Demand(
         tier=tier.tier,
         goal=settings.goals[Tier(tier.tier)],
-        rate=expected_rate(tier.rate_short, tier.rate_long),
+        rate=tier.rate,
         prompts=tier.prompts or PROMPTS_ASSUMED,
         output=tier.output_tokens or OUTPUT_ASSUMED,
         unstarted=tier.unstarted,
@@ -64,6 +44,7 @@ def _demand(tier: TierObservation, settings: PolicySettings) -> Demand:
         running=tier.running,
         context=tier.context_tokens,
         to_come=tier.to_come_tokens,
+        age_s=tier.rate_age_s,
     )
 
 
@@ -82,3 +63,16 @@ def foreign_share(
         total += count
         here += count * len(ranks.intersection(group.ranks)) / group.width
     return here / total if total else 0.0
+
+
+def tasks_by_rank(
+    observations: Sequence[GroupObservation], current: Layout, tier: int
+) -> dict[Rank, float]:
+    """Return the number of a tier's tasks on each rank; members of a group share its tasks."""
+    leaders = {Rank(each.leader): each for each in observations}
+    found = {}
+    for group in current.groups:
+        record = leaders.get(group.leader)
+        count = record.tasks[tier] if record is not None and tier < len(record.tasks) else 0
+        found.update(dict.fromkeys(group.ranks, count / group.width))
+    return found

@@ -57,7 +57,7 @@ def observe_tiers(
 
 def _observe_tier(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) -> TierObservation:
     known = arrivals[tier]
-    short, long = known.rates(now_ms)
+    rate = known.rate(now_ms)
     return TierObservation(
         tier=int(tier),
         unstarted=count.unstarted,
@@ -67,8 +67,8 @@ def _observe_tier(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) ->
         context_tokens=count.context_tokens,
         to_come_tokens=round(max(0.0, count.to_come), 1),
         longest_tokens=count.longest,
-        rate_short=round(short, 3),
-        rate_long=round(long, 3),
-        prompts=known.prompts,
+        rate=round(rate.per_s, 3),
+        rate_age_s=round(rate.age_s, 2),
+        prompts=known.prompts(now_ms, rate),
         output_tokens=round(known.output_tokens, 1),
     )

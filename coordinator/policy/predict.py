@@ -56,6 +56,8 @@ class Demand:
     running: float = 0.0
     context: float = 0.0
     to_come: float = 0.0
+    age_s: float = math.inf
+    """How long the rate was observed."""
     prompt: float = field(init=False)
     """The mean prompt."""
 
@@ -76,6 +78,7 @@ class Demand:
             self.running * share,
             self.context * share,
             self.to_come * share,
+            self.age_s,
         )
 
     def under_way(self, share: float) -> "Demand":

@@ -20,7 +20,7 @@ def told(*found: Verdict) -> list[float]:
 
 
 def busy(rate: float, layout: str = "tp4") -> Verdict:
-    seen = tier(Tier.STANDARD, rate_short=rate, rate_long=rate)
+    seen = tier(Tier.STANDARD, rate=rate, rate_age_s=15.0)
     return verdict(observation(layout, seen))
 
 
@@ -44,7 +44,7 @@ def test_one_that_falls_behind_in_every_layout_is_over_one() -> None:
 
 
 def test_it_is_told_while_an_operator_s_layout_is_left_alone() -> None:
-    seen = observation("tp4", tier(Tier.STANDARD, rate_short=8, rate_long=8), pinned_ms=60_000)
+    seen = observation("tp4", tier(Tier.STANDARD, rate=8, rate_age_s=15.0), pinned_ms=60_000)
     found = verdict(seen)
     assert not found.changes
     assert "operator" in found.reason
