@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Mode
-from coordinator.model.step_line import StepLine, fit, plus, sums_of
+from coordinator.model.step_line import StepLine, fit, mean_ratio, plus, scaled, sums_of
 from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
@@ -17,6 +17,12 @@ PRIOR_STEPS = 20.0
 
 STEPS_REMEMBERED = 2_000.0
 """Served steps fade: after this many newer steps, one counts half."""
+
+OFF_MAX = 0.2
+"""Start-up measurements that served steps contradict by more than this share are scaled."""
+
+SERVED_MIN = 50
+"""Fewer served steps contradict nothing."""
 
 CHUNK_TOKENS = 8_192
 """Most tokens of a step, unless a measurement says otherwise."""
@@ -145,10 +151,24 @@ class StepFits:
 
     def _refit(self, mode: Mode, width: int) -> None:
         key = mode, width
-        total = plus(self._priors.get(key, StepSums()), self._served.get(key, StepSums()))
-        line = fit(total)
+        prior, served = self._priors.get(key, StepSums()), self._served.get(key, StepSums())
+        line = fit(plus(_recalibrated(prior, served), served))
         if line is not None and (line.base_s > 0 or line.token_s > 0):
             self._lines[key] = line
+
+
+def _recalibrated(prior: StepSums, served: StepSums) -> StepSums:
+    """Return the start-up measurements, scaled to the level of served steps if they are far off.
+
+    A start-up measurement may be too slow or too fast as a whole, because a device was not warm or
+    because requests cost something that dummy steps do not have. Its shape is still right, also for
+    sizes that no step has had yet.
+    """
+    line = fit(prior) if prior.steps and served.steps >= SERVED_MIN else None
+    if line is None:
+        return prior
+    ratio = mean_ratio(line, served)
+    return prior if abs(ratio - 1) <= OFF_MAX else scaled(prior, 1 / ratio)
 
 
 def floors_us(times: Iterable[WidthTimes], width: int) -> dict[str, int]:

@@ -38,7 +38,7 @@ class PolicySettings:
     decide_every_ms: int = 250
     stay_ms: int = 3_000
     """Least time before a layout is left, and before the previous one may return."""
-    settle_ms: int = 1_500
+    settle_ms: int = 1_000
     """Least time for which a layout that is no better for the goals must look better."""
     caution_ms: int = 60_000
     """Time during which a layout that was chosen for its speed, and soon left for the goals, is not

@@ -49,6 +49,24 @@ def plus(first: StepSums, second: StepSums, keep: float = 1.0) -> StepSums:
     )
 
 
+def scaled(sums: StepSums, factor: float) -> StepSums:
+    """Return the sums of the same steps, had each taken `factor` times as long."""
+    weight = 1 / (factor * factor)
+    longer = {name: getattr(sums, name) * weight for name in ("n", "t", "c", "tt", "tc", "cc")}
+    times = {name: getattr(sums, name) / factor for name in ("y", "ty", "cy")}
+    return StepSums(**longer, **times, steps=sums.steps)
+
+
+def mean_ratio(line: StepLine, sums: StepSums) -> float:
+    """Return the mean of the line's time over the real time, of the steps of `sums`."""
+    predicted = (
+        line.base_s * sums.y
+        + line.token_s * TOKENS_UNIT * sums.ty
+        + line.context_s * CONTEXT_UNIT * sums.cy
+    )
+    return predicted / sums.steps
+
+
 def fit(sums: StepSums) -> StepLine | None:
     """Return the best line with no negative part; None if there is nothing to fit.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from comm_pool.layout import (
     MAX_ENUMERATED_WORLD,
+    Group,
     Layout,
     Mode,
     Rank,
@@ -81,12 +82,24 @@ def shape_of(layout: Layout) -> Shape:
     return tuple(group.name for group in sorted(layout.groups, key=lambda each: -each.width))
 
 
-def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
-    """Return a layout without reservations, and with some if several tiers have tasks."""
+def arrangements(
+    layout: Layout, tiers: Iterable[int], urgent: Mapping[Rank, float] | None = None
+) -> list[Arrangement]:
+    """Return a layout without reservations, and with some if several tiers have tasks.
+
+    `urgent` says how many of the most urgent tier's tasks run on each rank. Among groups of one
+    width, the one that has most of them is reserved first, as they stay where they run.
+    """
     found = [Arrangement(layout)]
     present = sorted(tiers)
     cuts = [cut for cut in (1, 2) if cut - 1 in present and present[-1] >= cut]
-    groups = sorted(layout.groups, key=lambda group: (-group.width, group.leader))
+    tasks = urgent or {}
+
+    def order(group: Group) -> tuple[int, float, Rank]:
+        running = sum(tasks.get(rank, 0.0) for rank in group.ranks)
+        return -group.width, -round(running, 6), group.leader
+
+    groups = sorted(layout.groups, key=order)
     for count in _reservations([group.width for group in groups]):
         leaders = tuple(sorted(group.leader for group in groups[:count]))
         found += [Arrangement(layout, leaders, cut) for cut in cuts]

@@ -14,7 +14,7 @@ from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import Observation
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
-from coordinator.policy.demand import demands_of
+from coordinator.policy.demand import demands_of, tasks_by_rank
 from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
 
@@ -26,6 +26,12 @@ AS_GOOD = 0.99
 
 STRESS = 2.0
 """A layout is also scored at a rate this many standard deviations higher."""
+
+SHARE_MIN = 0.02
+"""A gain of a smaller share of the requests is within what the forecast gets wrong."""
+
+AGE_MIN_S = 0.5
+"""A rate observed for less time is taken to be as uncertain as after this time."""
 
 URGENT_GAIN = 0.25
 """A relative gain above this waits only for a third of the minimum stay."""
@@ -67,11 +73,15 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCandidate:
-    """An arrangement and its score; `worth` includes a busier load, `lost_s` its switch."""
+    """An arrangement and its score.
+
+    `worth` and `cost` include a busier load; `lost_s` is the time that its switch takes.
+    """
 
     arrangement: Arrangement
     score: Score
     worth: float
+    cost: float
     lost_s: float = 0.0
 
     def after_switch(self, horizon_ms: int) -> float:
@@ -136,11 +146,12 @@ def _score_all(
     settings: PolicySettings,
     demands: list[Demand],
 ) -> list[ScoredCandidate]:
-    busier = [_busier(demand, settings.horizon_ms / 1000) for demand in demands]
+    busier = [busier_than(demand, settings.horizon_ms / 1000) for demand in demands]
     tiers = {demand.tier for demand in demands}
+    urgent = tasks_by_rank(observation.groups, here.layout, min(tiers))
     wanted = [here]
     for layout in space.layouts(here.layout):
-        wanted += [each for each in arrangements(layout, tiers) if each != here]
+        wanted += [each for each in arrangements(layout, tiers, urgent) if each != here]
     context = sum(demand.context for demand in demands)
     # Groups that change wait for the longest running step.
     first = score(here, observation, demands, costs, settings, here.layout)
@@ -152,19 +163,21 @@ def _score_all(
     for each, found in zip(wanted, scores, strict=True):
         moved = len(diff(here.layout, each.layout)) / world
         lost_s = (costs.switch.seconds(context * moved) + step_s) * moved if moved else 0.0
-        worth = found.worth
+        worth, cost = found.worth, found.cost
         if not found.refused and (worth >= top * IN_QUESTION or each == here):
             stressed = score(each, observation, busier, costs, settings, here.layout)
             worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
+            cost = (cost + stressed.cost) / 2
         if each.reserved:
             worth *= RESERVED_WORTH
-        candidates.append(ScoredCandidate(each, found, worth, lost_s))
+        candidates.append(ScoredCandidate(each, found, worth, cost, lost_s))
     return candidates
 
 
-def _busier(demand: Demand, horizon_s: float) -> Demand:
-    """Return the demand at a rate that chance reaches now and then."""
-    return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
+def busier_than(demand: Demand, horizon_s: float) -> Demand:
+    """Return the demand at a rate that chance reaches now and then, or that may be the true one."""
+    seconds = max(AGE_MIN_S, min(demand.age_s, horizon_s))
+    return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / seconds))
 
 
 def _best(
@@ -178,12 +191,17 @@ def _best(
     possible = [each for each in candidates if not each.score.refused] or candidates
     after = {id(each): each.after_switch(settings.horizon_ms) for each in possible}
     top = max(after.values())
-    if now.score.refused or top > now.worth * (1 + settings.gain_min):
+    if now.score.refused or top > _beaten_at(now, settings):
         good = [each for each in possible if after[id(each)] >= top * AS_GOOD]
     else:
         top = max(each.worth for each in possible)
         good = [each for each in possible if each.worth >= top * AS_GOOD]
-    return min(good, key=lambda each: each.score.cost)
+    return min(good, key=lambda each: each.cost)
+
+
+def _beaten_at(now: ScoredCandidate, settings: PolicySettings) -> float:
+    """Return the worth above which another candidate serves the goals better."""
+    return now.worth + max(now.worth * settings.gain_min, now.score.asked * SHARE_MIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +276,15 @@ def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) 
     if now.score.refused and not best.score.refused:
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
     gained = best.after_switch(settings.horizon_ms)
-    if gained > now.worth * (1 + settings.gain_min):
+    if gained > _beaten_at(now, settings):
         words = (
             f"{best.score.attainment:.0%} of requests would meet their goals, "
             f"{now.score.attainment:.0%} here"
         )
         return _Reason(words, urgent=gained > now.worth * (1 + URGENT_GAIN))
     needed = max(settings.latency_gain_min, best.lost_s / STAY_ASSUMED_S)
-    if best.score.cost < now.score.cost * (1 - needed):
-        faster = 1 - best.score.cost / now.score.cost
+    if best.cost < now.cost * (1 - needed):
+        faster = 1 - best.cost / now.cost
         words = f"it meets the goals as well, and costs {faster:.0%} less time"
         return _Reason(words, urgent=False, is_for_speed=True)
     return None

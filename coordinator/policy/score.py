@@ -59,14 +59,19 @@ def score(
     others = [g for g in arrangement.layout.groups if g.leader not in arrangement.reserved]
     forecasts: list[TierForecast] = []
     if reserved:
-        # Less urgent tasks stay where they run, even in groups that are reserved from now on.
+        # Tasks stay where they run unless their group ends: urgent ones in groups that are not
+        # reserved from now on, and less urgent ones in groups that are.
         urgent = [each for each in demands if each.tier < arrangement.tiers]
         rest = [each for each in demands if each.tier >= arrangement.tiers]
+        lasting = [group for group in others if group in current.groups]
+        parts = [foreign_share(lasting, observation.groups, current, each.tier) for each in urgent]
+        away = [each.under_way(part) for each, part in zip(urgent, parts, strict=True) if part]
+        urgent = [each.without_running(part) for each, part in zip(urgent, parts, strict=True)]
         parts = [foreign_share(reserved, observation.groups, current, each.tier) for each in rest]
         stay = [each.under_way(part) for each, part in zip(rest, parts, strict=True)]
         gone = [each.without_running(part) for each, part in zip(rest, parts, strict=True)]
         forecasts += _pool(reserved, [*urgent, *stay], costs, horizon_s)
-        forecasts += _pool(others, gone, costs, horizon_s)
+        forecasts += _pool(others, [*away, *gone], costs, horizon_s)
     else:
         forecasts += _pool(others, demands, costs, horizon_s)
     asked = sum(each.asked for each in forecasts)

@@ -24,9 +24,13 @@ from coordinator.policy.decide import (
     REGRET_MS,
     State,
     Verdict,
+    busier_than,
     decide,
 )
+from coordinator.policy.demand import demands_of
+from coordinator.policy.predict import Demand
 from coordinator.policy.replay import ReplayError, replay, summary
+from coordinator.policy.score import score
 from coordinator.protocol.terms import Tier
 from tests.harness.coordinator.policy import (
     MODES,
@@ -57,8 +61,8 @@ def test_an_idle_cell_is_laid_out_for_latency() -> None:
 def test_a_burst_gets_replicas() -> None:
     busy = tier(
         Tier.STANDARD,
-        rate_short=24.0,
-        rate_long=10.0,
+        rate=24.0,
+        rate_age_s=15.0,
         unstarted=30,
         unstarted_tokens=30_000,
         running=80,
@@ -72,11 +76,11 @@ def test_a_burst_gets_replicas() -> None:
 
 
 def test_interactive_among_much_batch_gets_a_group_for_itself() -> None:
-    quick = tier(Tier.INTERACTIVE, rate_short=4.0, rate_long=4.0)
+    quick = tier(Tier.INTERACTIVE, rate=4.0, rate_age_s=15.0)
     batch = tier(
         Tier.BATCH,
-        rate_short=12.0,
-        rate_long=12.0,
+        rate=12.0,
+        rate_age_s=15.0,
         unstarted=100,
         unstarted_tokens=100_000,
         running=100,
@@ -102,7 +106,7 @@ def test_the_narrowest_group_that_holds_it_is_there_for_a_long_context() -> None
 
 def test_a_tier_may_ask_for_a_width() -> None:
     goals = {**SETTINGS.goals, Tier.INTERACTIVE: TierGoal(0.5, 0.05, width_min=4)}
-    busy = tier(Tier.INTERACTIVE, rate_short=9.0, rate_long=9.0, running=40, context_tokens=44_000)
+    busy = tier(Tier.INTERACTIVE, rate=9.0, rate_age_s=15.0, running=40, context_tokens=44_000)
     found = verdict(observation("dp4", busy), PolicySettings(goals, settle_ms=0, decide_every_ms=0))
     assert layout_of(found) == "tp4"
     assert "ask for a group 4 wide" in found.reason
@@ -110,8 +114,8 @@ def test_a_tier_may_ask_for_a_width() -> None:
 
 BURST = tier(
     Tier.STANDARD,
-    rate_short=24.0,
-    rate_long=24.0,
+    rate=24.0,
+    rate_age_s=15.0,
     unstarted=60,
     unstarted_tokens=60_000,
     running=80,
@@ -198,8 +202,7 @@ def test_a_decision_for_eight_ranks_is_quick() -> None:
     costs = type(LLAMA_70B_FP8)(groups, LLAMA_70B_FP8.switch)
     space, current = LayoutSpace(8, modes), parse_layout("dp8", 8, (1, 2, 4, 8))
     tiers = [
-        tier(each, rate_short=5.0, rate_long=5.0, running=50, context_tokens=50_000)
-        for each in Tier
+        tier(each, rate=5.0, rate_age_s=15.0, running=50, context_tokens=50_000) for each in Tier
     ]
     seen = observation("dp8", *tiers)
     took = []
@@ -263,7 +266,7 @@ def test_a_layout_that_goals_had_to_leave_soon_is_not_taken_for_speed_again() ->
     (quiet, middle, later), _ = after(
         [
             at(79_000, "dp4"),
-            at(79_000, "dp4", tier(Tier.STANDARD, rate_short=12.0, rate_long=12.0)),
+            at(79_000, "dp4", tier(Tier.STANDARD, rate=12.0, rate_age_s=15.0)),
             at(81_000, "dp4"),
         ],
         state,
@@ -288,7 +291,7 @@ def test_a_change_for_speed_that_lasted_was_no_mistake() -> None:
 
 
 def test_groups_that_are_kept_for_a_tier_are_no_mistake_of_the_layout() -> None:
-    urgent = tier(Tier.INTERACTIVE, rate_short=3.0, rate_long=3.0, running=6, context_tokens=6_600)
+    urgent = tier(Tier.INTERACTIVE, rate=3.0, rate_age_s=15.0, running=6, context_tokens=6_600)
     batch = tier(Tier.BATCH, unstarted=300, unstarted_tokens=300_000, running=100)
     fast = State(faster_ms=0)
     (kept,), state = after([at(10_000, "dp2+tp2", urgent, batch)], fast)
@@ -315,3 +318,37 @@ def test_caution_is_forgotten_after_a_while() -> None:
     since = state.careful_until_ms + CAUTION_MAX_MS
     _, state = after([at(since, "dp4"), at(since + 20_000, "tp4", BURST)], state)
     assert state.caution_ms == CAUTION_MS
+
+
+def test_the_group_that_runs_urgent_tasks_is_reserved_for_them() -> None:
+    """They stay where they run, so another group would only get those to come."""
+    layout = parse_layout("tp2+tp2", 4, (1, 2, 4))
+    by_rank = {Rank(0): 1.0, Rank(1): 1.0, Rank(2): 4.0, Rank(3): 4.0}
+    names = [each.name for each in arrangements(layout, (0, 1), by_rank)]
+    assert names == ["tp2+tp2", "tp2+tp2, 2 for interactive"]
+    names = [each.name for each in arrangements(layout, (0, 1))]
+    assert names == ["tp2+tp2", "tp2+tp2, 0 for interactive"]
+
+
+def test_urgent_tasks_that_run_elsewhere_have_little_of_a_reserved_group() -> None:
+    """Fifty of them decode beside long prompts of others, until they end."""
+    urgent = tier(Tier.INTERACTIVE, rate=3.0, rate_age_s=15.0, running=50, context_tokens=55_000)
+    other = tier(Tier.STANDARD, rate=9.0, rate_age_s=15.0, prompts=(4_000,), output_tokens=50.0)
+    layout = parse_layout("tp2+tp2", 4, (1, 2, 4))
+
+    def attainment(leader: int, tasks: list[tuple[int, int]]) -> float:
+        groups = tuple(
+            GroupObservation("tp2", 2 * number, each) for number, each in enumerate(tasks)
+        )
+        found = msgspec.structs.replace(observation("tp2+tp2", urgent, other), groups=groups)
+        arrangement = Arrangement(layout, (Rank(leader),), 1)
+        demands = demands_of(found, SETTINGS)
+        return score(arrangement, found, demands, LLAMA_70B_FP8, SETTINGS, layout).attainment
+
+    assert attainment(0, [(50, 0), (0, 0)]) > attainment(2, [(50, 0), (0, 0)]) + 0.1
+
+
+def test_a_rate_observed_for_a_short_time_may_be_higher() -> None:
+    demand = Demand(Tier.STANDARD, SETTINGS.goals[Tier.STANDARD], 4.0, (512,), 128.0)
+    busier = [busier_than(replace(demand, age_s=age), 8.0).rate for age in (0.1, 0.5, 2.0, 30.0)]
+    assert busier == pytest.approx([4 + 2 * (4 / s) ** 0.5 for s in (0.5, 0.5, 2.0, 8.0)])

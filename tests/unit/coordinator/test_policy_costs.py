@@ -6,7 +6,7 @@ import pytest
 
 from comm_pool.layout import Mode
 from coordinator.model.cost_model import GroupCost, StepFits
-from coordinator.model.step_line import StepLine, fit, plus, sums_of
+from coordinator.model.step_line import StepLine, fit, mean_ratio, plus, scaled, sums_of
 from coordinator.policy.step_file import parse_step_times
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
@@ -63,6 +63,35 @@ def test_what_is_served_corrects_what_was_measured() -> None:
     assert after is not None
     assert after.seconds(2_000, 50_000) == pytest.approx(slower.seconds(2_000, 50_000), rel=0.05)
     assert fits.line(Mode.TP, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_scaled"), [(0.7, True), (0.9, False), (1.1, False), (1.4, True)]
+)
+def test_curves_that_are_far_off_are_scaled_to_the_served_steps(
+    factor: float, is_scaled: bool
+) -> None:
+    """Steps of a few tokens say how long one of 4,096 takes, if all were measured too slow."""
+    curve = tuple((tokens, round(LINE.seconds(tokens, 0) * 1e6)) for tokens in (1, 64, 4_096))
+    fits = StepFits()
+    fits.add_curves([WidthTimes(1, ((Mode.DP, curve),))])
+    real = StepLine(LINE.base_s / factor, LINE.token_s / factor, 0.0)
+    served = sums_of((tokens, 0.0, real.seconds(tokens, 0)) for tokens in range(1, 51))
+    fits.add_steps([ServedSteps(Mode.DP, 1, served)])
+    found = fits.line(Mode.DP, 1)
+    assert found is not None
+    # The line does not agree with LINE in both parts, as contexts are not served.
+    wanted = real if is_scaled else LINE
+    assert found.seconds(4_096, 0) == pytest.approx(wanted.seconds(4_096, 0), rel=0.1)
+
+
+def test_scaled_sums_are_those_of_longer_steps() -> None:
+    sums = sums_of(steps(LINE, 10))
+    longer = sums_of([(t, c, 1.5 * y) for t, c, y in steps(LINE, 10)])
+    for name in StepSums.__struct_fields__:
+        assert getattr(scaled(sums, 1.5), name) == pytest.approx(getattr(longer, name)), name
+    assert mean_ratio(LINE, sums) == pytest.approx(1.0)
+    assert mean_ratio(LINE, longer) == pytest.approx(1 / 1.5)
 
 
 def test_old_steps_are_forgotten() -> None:
