@@ -31,6 +31,7 @@ def box(measured: dict[int, tuple[float, float]], capacity_tokens: int, kv_bytes
 
 
 LLAMA_70B_FP8 = box({1: (21.6, 468), 2: (14.0, 295), 4: (9.6, 196)}, 149_000, 327_680)
+LLAMA_8B = box({1: (5.0, 97), 4: (2.82, 44.7)}, 816_000, 131_072)
 QWEN_32B = box({1: (19.2, 419), 2: (11.7, 242), 4: (7.8, 143)}, 214_000, 262_144)
 
 
@@ -68,6 +69,15 @@ class Phase:
 
     seconds: float
     parts: tuple[Part, ...]
+
+
+def busiest_rate(costs: CostModel, ranks: int, prompt: int, output: int) -> float:
+    """Requests per second of these lengths at which `ranks` dp ranks are busy all the time."""
+    cost = costs.groups["dp1"]
+    context = prompt + output / 2
+    tasks = max(1.0, min(cost.tasks_max, cost.capacity_tokens / context))
+    step_s = max(cost.floor_s, cost.decode.seconds(tasks, tasks * context))
+    return ranks / (cost.prefill.token_s * prompt + output * step_s / tasks)
 
 
 def arrivals(phases: Sequence[Phase], seed: int, spread: float = 0.5) -> list[Arrival]:

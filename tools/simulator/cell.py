@@ -78,6 +78,36 @@ class Run:
         """Return how many requests ended within their goals."""
         return sum(is_good(each, settings) for each in self.requests)
 
+    def goodput(self, settings: PolicySettings) -> float:
+        """Return the same in worth: a request counts the weight of its tier."""
+        good = (each for each in self.requests if is_good(each, settings))
+        return sum(settings.goals[each.tier].weight for each in good)
+
+    def latency(self, settings: PolicySettings, until_s: float) -> float:
+        """Return the mean latency in units of the goals; 0 if no request has goals."""
+        found = [latency_in_goals(each, settings, until_s) for each in self.requests]
+        counted = [each for each in found if each is not None]
+        return sum(counted) / len(counted) if counted else 0.0
+
+
+def latency_in_goals(times: RequestTimes, settings: PolicySettings, until_s: float) -> float | None:
+    """Return ½(TTFT/goal + TPOT/goal); None for a tier without goals.
+
+    A request that is incomplete at `until_s` is charged the time that it has taken so far.
+    """
+    goal = settings.goals[times.tier]
+    parts = []
+    if goal.ttft_s is not None:
+        first_s = until_s if times.first_s is None else times.first_s
+        parts.append((first_s - times.arrive_s) / goal.ttft_s)
+    if goal.tpot_s is not None:
+        tpot_s = times.tpot_s
+        if tpot_s is None:
+            begun_s = times.arrive_s if times.first_s is None else times.first_s
+            tpot_s = (until_s - begun_s) / max(1, times.output - 1)
+        parts.append(tpot_s / goal.tpot_s)
+    return sum(parts) / len(parts) if parts else None
+
 
 def is_good(times: RequestTimes, settings: PolicySettings) -> bool:
     """Return whether a request ended and met its tier's goals."""
@@ -282,6 +312,7 @@ class SimCell:
     def _change(self, choice: Arrangement, reason: str) -> None:
         if choice.layout == self._here.layout:
             self._here = choice
+            self._vacate()
             self._place()
             return
         names = format_layout(self._here.layout), format_layout(choice.layout)
@@ -350,10 +381,20 @@ class SimCell:
                 continue
             self._table.enter(task.task, State.PLACED, self._now_ms, leader)
             self._give(self._groups[leader], task)
+        self._vacate()
         self._place()
 
+    def _vacate(self) -> None:
+        """Return unstarted tasks of groups that are reserved for more urgent tiers to the queue."""
+        for leader in self._here.reserved:
+            for task in self._groups[leader].take_waiting(self._here.tiers):
+                self._table.enter(task.task, State.QUEUED, self._now_ms)
+
     def _adopter(self, task: SimTask, old: Group) -> Rank | None:
-        """Return the leader that adopts a task: of the emptiest group on ranks that have its KV."""
+        """Return the leader that adopts a task: of the emptiest group on ranks that have its KV.
+
+        Groups that the reservations keep for other tiers come last.
+        """
         needed = task.task.context_tokens
         near = [
             each
@@ -363,4 +404,11 @@ class SimCell:
         ]
         if not near:
             return None
-        return min(near, key=lambda each: (each.context, each.group.leader)).group.leader
+        tier = int(task.task.header.tier)
+        reserved = self._here.reserved
+
+        def order(each: SimGroup) -> tuple[bool, int, Rank]:
+            is_right = not reserved or (each.group.leader in reserved) == (tier < self._here.tiers)
+            return not is_right, each.context, each.group.leader
+
+        return min(near, key=order).group.leader

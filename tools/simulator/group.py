@@ -72,6 +72,12 @@ class SimGroup:
             heappush(self.waiting, (task.order, task.task.id, task))
         self.cut(now_s)
 
+    def take_waiting(self, tiers: int) -> list[SimTask]:
+        """Remove and return the tasks that wait here and are of none of the first `tiers` tiers."""
+        foreign = [each for each in self.waiting if each[0][0] >= tiers]
+        self.waiting = [each for each in self.waiting if each[0][0] < tiers]
+        return [task for _, _, task in foreign]
+
     def cut(self, now_s: float) -> None:
         """End the running decodes at their next step."""
         if self.ends_s is None or self._stride < 2:
