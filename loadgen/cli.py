@@ -33,6 +33,7 @@ from loadgen.report.tables import (
     run_table,
     side_by_side_markdown,
     side_by_side_table,
+    turns_table,
 )
 from loadgen.runner import run_load
 
@@ -165,6 +166,8 @@ def _deliver(report: Mapping[str, Any], outputs: Outputs) -> None:
         return
     console = Console()
     console.print(run_table(report))
+    if (turns := turns_table(report)) is not None:
+        console.print(turns)
     errors = report["total"]["error_codes"]
     for code, count in errors.items():
         console.print(f"{count} x {code}", style="red", markup=False, highlight=False)

@@ -83,6 +83,11 @@ def _add_load(run: argparse.ArgumentParser) -> None:
         "--arrivals", choices=[*ArrivalKind], help="how sends are spread; default: poisson"
     )
     load.add_argument("--burst-size", type=int, default=8, metavar="N", help="with burst")
+    load.add_argument(
+        "--think-time",
+        metavar="TIME",
+        help="with --preset agentic: mean pause between an answer and the next turn; default: 2s",
+    )
     load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: N in flight")
     load.add_argument("--requests", type=int, metavar="M", help="closed loop: M requests in all")
     load.add_argument("--seed", type=int, default=0, help="same seed, same plan")

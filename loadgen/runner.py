@@ -12,9 +12,11 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import aiohttp
 from rich.console import Console
@@ -34,6 +36,7 @@ from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
 from loadgen.workload.arrivals import plan_arrivals
 from loadgen.workload.load import ClosedLoad, Load, OpenLoad, TraceLoad
 from loadgen.workload.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
+from loadgen.workload.prompts import exchange_of
 
 DISCOVERY_TIMEOUT_S = 10.0
 SPARE_FILES = 64
@@ -161,7 +164,13 @@ def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planne
     target = Target(config.url, config.endpoint, config.timeout_s)
     clock, meter = clock_from_now(), Meter(planned)
     client = Client(session, target, clock, meter)
-    return Bench(lambda planned: request_body(style, planned), client.send, clock, meter)
+    return Bench(
+        prepare=partial(request_body, style),
+        remember=partial(exchange_of, style.prompt),
+        send=client.send,
+        clock=clock,
+        meter=meter,
+    )
 
 
 def planned_run(config: RunConfig, run_id: str) -> tuple[tuple[PlannedRequest, ...], str]:
@@ -263,7 +272,8 @@ def _finished(
     planned_s = 0.0 if stopped else sum(phase.duration_s for phase in phases)
     last_s = max((record.ended_s for record in bench.records), default=0.0)
     records = sorted(bench.records, key=lambda record: record.planned.index)
-    return Finished(tuple(records), phases, len(plan), max(planned_s, last_s), stopped)
+    turns = Counter(planned.session for planned in plan if planned.session is not None)
+    return Finished(tuple(records), phases, len(plan), max(planned_s, last_s), stopped, turns)
 
 
 def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:

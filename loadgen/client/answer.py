@@ -32,6 +32,7 @@ class AnswerReader:
         self._endpoint = endpoint
         self._parser = SseParser()
         self._chunk_times_s: list[float] = []
+        self._texts: list[str] = []
         self._finish_reason: str | None = None
         self._ended_s: float | None = None
         self._saw_done = False
@@ -73,6 +74,7 @@ class AnswerReader:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             keep_alives=self._parser.comments,
+            text="".join(self._texts),
         )
 
     def failure_at_end(self) -> Failure | None:
@@ -124,6 +126,7 @@ class AnswerReader:
         finish_reason = choice.get("finish_reason")
         if _has_text(self._endpoint, choice):
             self._chunk_times_s.append(now_s)
+            self._texts.append(_text_of(self._endpoint, choice))
         if isinstance(finish_reason, str):
             self._finish_reason = finish_reason
 
@@ -166,6 +169,13 @@ def _has_text(endpoint: Endpoint, choice: Mapping[str, Any]) -> bool:
             and any(isinstance(each, dict) and _is_called(each.get("function")) for each in calls)
         )
     )
+
+
+def _text_of(endpoint: Endpoint, choice: Mapping[str, Any]) -> str:
+    """Return the text of a chunk that clients send back in the next turn: no reasoning, no call."""
+    delta = choice if endpoint is Endpoint.COMPLETIONS else choice["delta"]
+    text = delta.get("text" if endpoint is Endpoint.COMPLETIONS else "content")
+    return text if isinstance(text, str) else ""
 
 
 def _is_called(function: object) -> bool:

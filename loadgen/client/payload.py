@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from loadgen.client.answer import Endpoint
 from loadgen.workload.plan import PlannedRequest
-from loadgen.workload.prompts import PromptStyle, make_prompt
+from loadgen.workload.prompts import History, PromptStyle, make_messages, make_prompt
 
 TIER_HEADER = "X-Priority-Tier"
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -27,9 +27,8 @@ class BodyStyle:
     ignore_eos: bool
 
 
-def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
+def request_body(style: BodyStyle, planned: PlannedRequest, history: History = ()) -> bytes:
     """Return the JSON body; with a temperature above 0 it has the request's own seed."""
-    prompt = make_prompt(style.prompt, planned)
     body: dict[str, object] = {
         "model": style.model,
         "max_tokens": planned.output_tokens,
@@ -38,9 +37,9 @@ def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
         "stream_options": {"include_usage": True},
     }
     if style.endpoint is Endpoint.CHAT:
-        body["messages"] = [{"role": "user", "content": prompt}]
+        body["messages"] = make_messages(style.prompt, planned, history)
     else:
-        body["prompt"] = prompt
+        body["prompt"] = make_prompt(style.prompt, planned, history)
     if style.ignore_eos:
         body["ignore_eos"] = True
     if style.temperature > 0:
@@ -49,24 +48,29 @@ def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
 
 
 def made_ahead(
-    plan: Iterable[PlannedRequest], make: Callable[[PlannedRequest], bytes], bytes_max: int
-) -> Callable[[PlannedRequest], bytes]:
+    plan: Iterable[PlannedRequest],
+    make: Callable[[PlannedRequest, History], bytes],
+    bytes_max: int,
+) -> Callable[[PlannedRequest, History], bytes]:
     """Return a `make` with the plan's first bodies prepared, at most `bytes_max` bytes in all.
 
     Each is used once. Making a long prompt takes milliseconds, in which no token could be timed.
+    Later turns of a session hold answers, so their bodies cannot be prepared.
     """
     ready: dict[int, bytes] = {}
     remaining_bytes = bytes_max
     for planned in plan:
-        body = make(planned)
+        if planned.turn:
+            continue
+        body = make(planned, ())
         remaining_bytes -= len(body)
         if remaining_bytes < 0:
             break
         ready[planned.index] = body
 
-    def take(planned: PlannedRequest) -> bytes:
+    def take(planned: PlannedRequest, history: History) -> bytes:
         body = ready.pop(planned.index, None)
-        return make(planned) if body is None else body
+        return make(planned, history) if body is None else body
 
     return take
 

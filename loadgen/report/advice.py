@@ -26,6 +26,7 @@ def warnings_for(records: Sequence[RequestRecord], *, ignore_eos: bool) -> list[
         _wrong_length(whole) if ignore_eos else None,
         _prompt_length(whole),
         _other_tier(records),
+        _cut_short(records),
     )
     return [sentence for sentence in found if sentence is not None]
 
@@ -91,3 +92,12 @@ def _prompt_length(whole: Sequence[RequestRecord]) -> str | None:
 def _other_tier(records: Sequence[RequestRecord]) -> str | None:
     moved = sum(served_at_other_tier(record) for record in records)
     return f"{moved} requests were served at another tier than asked for." if moved else None
+
+
+def _cut_short(records: Sequence[RequestRecord]) -> str | None:
+    cut = sum(record.planned.session is not None and not record.ok for record in records)
+    if not cut:
+        return None
+    return (
+        f"{cut} sessions ended early, at a turn without a whole answer; later turns were not sent."
+    )

@@ -53,6 +53,8 @@ class Answer:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     keep_alives: int = 0
+    text: str | None = None
+    """What the answer says, for the next turn of its session; None once nobody needs it."""
 
 
 @dataclass(frozen=True, slots=True)

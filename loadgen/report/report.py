@@ -7,8 +7,8 @@ them, with None for numbers without a measurement.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from loadgen.report.records import (
     MS_PER_S,
@@ -27,6 +27,7 @@ from loadgen.report.records import (
     ttft_ms,
 )
 from loadgen.report.series import build_series
+from loadgen.report.sessions import summarise_sessions
 from loadgen.report.slo import Slos, is_good
 from loadgen.report.stats import rounded, share, summarise
 from loadgen.workload.arrivals import Phase, phase_starts_s
@@ -51,13 +52,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that is over; `phases` is empty for a closed loop."""
+    """A run that is over; `phases` is empty for a closed loop.
+
+    `session_turns` has the planned number of turns of every session.
+    """
 
     records: tuple[RequestRecord, ...]
     phases: tuple[Phase, ...]
     planned_requests: int
     duration_s: float
     interrupted: bool
+    session_turns: Mapping[str, int] = field(default_factory=dict)
 
 
 def build_report(run: Finished, slos: Slos, *, keep_records: bool) -> dict[str, object]:
@@ -77,6 +82,7 @@ def build_report(run: Finished, slos: Slos, *, keep_records: bool) -> dict[str, 
             tier: {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
             for tier, slo in sorted(slos.by_tier.items())
         },
+        "sessions": summarise_sessions(records, run.session_turns) if run.session_turns else None,
         "series": build_series(records, run.duration_s, lambda record: is_good(record, slos)),
     }
     if keep_records:
@@ -120,6 +126,7 @@ def record_as_json(record: RequestRecord) -> dict[str, object]:
         "tier": planned.tier,
         "prefix_group": planned.prefix_group,
         "session": planned.session,
+        "turn": None if planned.session is None else planned.turn + 1,
         "history_tokens": planned.history_tokens,
         "prompt_tokens_asked": planned.prompt_tokens,
         "output_tokens_asked": planned.output_tokens,

@@ -43,6 +43,28 @@ def run_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def turns_table(report: Mapping[str, Any]) -> Table | None:
+    """Return one row for each turn of the sessions, latencies in ms; None without sessions."""
+    sessions = report["sessions"]
+    if sessions is None:
+        return None
+    title = f"{sessions['finished']} of {sessions['planned']} sessions finished, by turn"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("turn", "sent", "prompt tokens", "TTFT p50", "TTFT p99"):
+        table.add_column(heading, justify="right")
+    for turn in sessions["by_turn"]:
+        ttft = turn["ttft_ms"]
+        cells = (
+            turn["turn"],
+            turn["requests"],
+            turn["prompt_tokens_mean"],
+            ttft["p50"],
+            ttft["p99"],
+        )
+        table.add_row(*map(number, cells))
+    return table
+
+
 def comparison_table(comparison: Comparison, names: Sequence[str]) -> Table:
     """Return every metric that is not 0 in at least one report, and always `failed`."""
     title = f"{names[1]} against {names[0]} ({comparison.scope})"

@@ -133,6 +133,10 @@ def _check_companions(args: argparse.Namespace) -> None:
             "--trace-start goes with --trace.",
         ),
         (
+            args.think_time is not None and args.preset is None,
+            "--think-time goes with --preset agentic.",
+        ),
+        (
             args.arrivals is not None and args.trace is not None,
             "--trace has its own send times; leave out --arrivals.",
         ),
@@ -159,6 +163,7 @@ def _parse_preset(args: argparse.Namespace) -> tuple[Load, Workload]:
         rate_scale=above_zero("--rate-scale", args.rate_scale),
         length_scale=_length_scale(args),
         duration_s=None if args.duration is None else parse_duration_s(args.duration),
+        think_s=None if args.think_time is None else parse_duration_s(args.think_time),
     )
     max_in_flight = _max_in_flight(args, PRESET_MAX_IN_FLIGHT)
     return _open_load(args, preset.phases, max_in_flight), preset.workload

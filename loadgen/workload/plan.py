@@ -9,12 +9,11 @@ import hashlib
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.errors import UsageError
-from loadgen.workload.arrivals import Arrival
+from loadgen.workload.arrivals import MAX_PLANNED_REQUESTS, Arrival
 from loadgen.workload.lengths import Lengths, sample_tokens, scaled_tokens
 from loadgen.workload.traces import TraceRow
 
@@ -25,14 +24,16 @@ TIER_SHAPE = re.compile(r"(?P<name>[\w.-]+)(?::(?P<weight>[^:]+))?")
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Growing conversations of `turns` requests, each with `turn_tokens` more history.
+    """Conversations, as coding agents have them: arrivals are those of sessions, not of requests.
 
-    `live` of them run at the same time; a finished one makes room for a new one.
+    The first turn brings a task, each later one the result of a tool (`tool`, tokens) after the
+    whole history. It is sent `think_s` seconds (the mean of an exponential) after the answer before
+    it ended.
     """
 
-    live: int
-    turns: int
-    turn_tokens: int
+    turns: Lengths
+    tool: Lengths
+    think_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,12 @@ Workload = tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send; `at_s` is None in a closed loop, where answers set the pace."""
+    """One request to send; `at_s` is None where an answer sets the pace.
+
+    That is in a closed loop, and for every turn of a session but its first (`turn` 0): such a turn
+    is due `think_s` after the end of the answer before it. `history_tokens` is the planned length
+    of the session's earlier turns and answers.
+    """
 
     index: int
     request_id: str
@@ -72,6 +78,8 @@ class PlannedRequest:
     prefix_group: int | None
     prefix_tokens: int
     session: str | None = None
+    turn: int = 0
+    think_s: float = 0.0
     history_tokens: int = 0
 
     @property
@@ -102,17 +110,28 @@ def parse_tiers(text: str) -> tuple[tuple[str, float], ...]:
 def plan_open(
     arrivals: Sequence[Arrival], workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
-    """Plan one request for every arrival, in order of time."""
+    """Plan one request, or the turns of one session, for every arrival, in order of arrival.
+
+    Raises `UsageError` if the sessions have more than `MAX_PLANNED_REQUESTS` turns in all.
+    """
     planner = _Planner(workload, seed, run_id)
-    return tuple(planner.plan(index, arrival) for index, arrival in enumerate(arrivals))
+    plan: list[PlannedRequest] = []
+    for arrival in arrivals:
+        plan += planner.plan(len(plan), arrival)
+        if len(plan) > MAX_PLANNED_REQUESTS:
+            raise UsageError(
+                f"The sessions have more than {MAX_PLANNED_REQUESTS} turns in all: make the run "
+                "shorter or lower --rate-scale."
+            )
+    return tuple(plan)
 
 
 def plan_closed(
     requests: int, workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
-    """Plan `requests` requests without send times, all in phase 0."""
+    """Plan `requests` requests without send times, all in phase 0; of a session its first turn."""
     planner = _Planner(workload, seed, run_id)
-    return tuple(planner.plan(index, None) for index in range(requests))
+    return tuple(planner.plan(index, None)[0] for index in range(requests))
 
 
 def plan_trace(
@@ -143,7 +162,7 @@ def digest_of(plan: Sequence[PlannedRequest], style: object) -> str:
 
 
 class _Planner:
-    """Draws requests one after another; counts each session's turns."""
+    """Draws requests and sessions one after another."""
 
     def __init__(self, workload: Workload, seed: int, run_id: str) -> None:
         self._workload = workload
@@ -152,16 +171,15 @@ class _Planner:
         self._parts = random.Random(f"{seed}/parts")
         self._sessions = random.Random(f"{seed}/sessions")
         self._requests = random.Random(f"{seed}/requests")
-        self._turns: Counter[str] = Counter()
 
-    def plan(self, index: int, arrival: Arrival | None) -> PlannedRequest:
+    def plan(self, index: int, arrival: Arrival | None) -> list[PlannedRequest]:
+        """Return the request of an arrival, with this index, or its session's turns from it on."""
         weights = [part.weight for part in self._workload]
         (kind,) = self._parts.choices(range(len(weights)), weights)
         mixture, rng = self._workload[kind].mixture, self._requests
         # Every draw happens for every request, so turning one feature on does not shift the others.
         tier_draw, group_draw = rng.random(), rng.random()
-        session, history_tokens = self._next_turn(kind, mixture.sessions)
-        return PlannedRequest(
+        first = PlannedRequest(
             index=index,
             request_id=f"{self._run_id}-{index}",
             at_s=None if arrival is None else arrival.at_s,
@@ -171,19 +189,35 @@ class _Planner:
             output_tokens=sample_tokens(mixture.output, rng),
             prefix_group=int(group_draw * mixture.prefix_groups) if mixture.prefix_groups else None,
             prefix_tokens=mixture.shared_prefix_tokens if mixture.prefix_groups else 0,
-            session=session,
-            history_tokens=history_tokens,
         )
+        if mixture.sessions is None:
+            return [first]
+        return self._turns(replace(first, session=f"s{index}"), mixture, mixture.sessions)
 
-    def _next_turn(self, kind: int, sessions: Sessions | None) -> tuple[str | None, int]:
-        """Return the session that continues, and its tokens of history."""
-        draw = self._sessions.random()
-        if sessions is None:
-            return None, 0
-        place = f"{kind}.{int(draw * sessions.live)}"
-        generation, turn = divmod(self._turns[place], sessions.turns)
-        self._turns[place] += 1
-        return f"{place}.{generation}", turn * sessions.turn_tokens
+    def _turns(
+        self, first: PlannedRequest, mixture: Mixture, sessions: Sessions
+    ) -> list[PlannedRequest]:
+        """Return all turns of the session that `first` opens."""
+        rng = self._sessions
+        turns = [first]
+        for turn in range(1, sample_tokens(sessions.turns, rng)):
+            index, before = first.index + turn, turns[-1]
+            turns.append(
+                replace(
+                    first,
+                    index=index,
+                    request_id=f"{self._run_id}-{index}",
+                    at_s=None,
+                    turn=turn,
+                    think_s=rng.expovariate(1 / sessions.think_s),
+                    prompt_tokens=sample_tokens(sessions.tool, rng),
+                    output_tokens=sample_tokens(mixture.output, rng),
+                    history_tokens=before.history_tokens
+                    + before.prompt_tokens
+                    + before.output_tokens,
+                )
+            )
+        return turns
 
 
 def _pick_tier(tiers: Sequence[tuple[str, float]], draw: float) -> str | None:

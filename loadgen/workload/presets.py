@@ -7,8 +7,9 @@ pass through those ranges in fixed steps, so every seed has the same phases and 
 Lengths in tokens, shares and tiers are our choice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loadgen.errors import UsageError
 from loadgen.workload.arrivals import Phase, scaled_phases
 from loadgen.workload.lengths import Lengths, LogNormal, Uniform, scaled, scaled_tokens
 from loadgen.workload.plan import Mixture, Part, Sessions, Workload
@@ -27,34 +28,50 @@ class Preset:
 
 
 def resized(
-    preset: Preset, *, rate_scale: float, length_scale: float, duration_s: float | None
+    preset: Preset,
+    *,
+    rate_scale: float,
+    length_scale: float,
+    duration_s: float | None,
+    think_s: float | None = None,
 ) -> Preset:
     """Return the preset with scaled rates and lengths, stretched to `duration_s` if given.
 
-    Raises `UsageError` above the limits of a run or of a length.
+    `think_s` is the mean pause of its sessions, None for the preset's own. Raises `UsageError`
+    above the limits of a run or of a length, and for a pause without sessions.
     """
+    workload = scaled_workload(preset.workload, length_scale)
+    if think_s is not None:
+        workload = tuple(Part(part.weight, _thinking(part.mixture, think_s)) for part in workload)
     return Preset(
         preset.about,
         scaled_phases(preset.phases, rate_scale=rate_scale, duration_s=duration_s),
-        scaled_workload(preset.workload, length_scale),
+        workload,
     )
 
 
+def _thinking(mixture: Mixture, think_s: float) -> Mixture:
+    if mixture.sessions is None:
+        raise UsageError("--think-time goes with a preset of sessions: agentic.")
+    return replace(mixture, sessions=replace(mixture.sessions, think_s=think_s))
+
+
 def scaled_workload(workload: Workload, factor: float) -> Workload:
-    """Return the workload with every prompt, prefix, history and answer `factor` times as long."""
+    """Return the workload with every prompt, prefix and answer `factor` times as long."""
     return tuple(Part(part.weight, _scaled_mixture(part.mixture, factor)) for part in workload)
 
 
 def _scaled_mixture(mixture: Mixture, factor: float) -> Mixture:
     sessions = mixture.sessions
+    if sessions is not None:
+        sessions = replace(sessions, tool=scaled(sessions.tool, factor))
     return Mixture(
         prompt=scaled(mixture.prompt, factor),
         output=scaled(mixture.output, factor),
         tiers=mixture.tiers,
         prefix_groups=mixture.prefix_groups,
         shared_prefix_tokens=scaled_tokens(mixture.shared_prefix_tokens, factor),
-        sessions=sessions
-        and Sessions(sessions.live, sessions.turns, scaled_tokens(sessions.turn_tokens, factor)),
+        sessions=sessions,
     )
 
 
@@ -125,18 +142,20 @@ PRESETS = {
         ),
     ),
     "agentic": Preset(
-        "4/s from 24 agents of 4 kinds, each turn after the agent's prefix and all its history",
-        (Phase("steady", 4, 300.0),),
+        "0.4/s coding agents of 4 to 16 turns, each turn with the whole conversation before it",
+        (Phase("steady", 0.4, 300.0),),
         (
             Part(
                 1,
                 Mixture(
                     prompt=Uniform(32, 512),
-                    output=Uniform(32, 256),
+                    output=LogNormal(150, 0.7, 8, 1024),
                     tiers=(("standard", 1.0),),
-                    prefix_groups=4,
-                    shared_prefix_tokens=2048,
-                    sessions=Sessions(live=24, turns=8, turn_tokens=512),
+                    prefix_groups=1,
+                    shared_prefix_tokens=4096,
+                    sessions=Sessions(
+                        turns=Uniform(4, 16), tool=LogNormal(800, 1.2, 16, 4096), think_s=2.0
+                    ),
                 ),
             ),
         ),

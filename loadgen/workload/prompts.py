@@ -1,13 +1,13 @@
 """The text of prompts: seeded words, or token ids, optionally after a prefix and a history.
 
-Pure: a prompt depends only on the seed, the request's index, its lengths, its prefix group and its
-session, so runs with one seed send the same prompts to different servers. Requests of a prefix
-group start with the same prefix, and each turn of a session extends the history of the turn before;
-nothing else is shared except by chance. A word counts as `tokens_per_word` tokens, because the
-client has no tokenizer.
+Pure: a request's own part depends only on the seed, its index and its length, so runs with one seed
+send the same texts to different servers. Requests of a prefix group start with the same prefix. A
+turn of a session has the session's earlier texts and the server's own answers before its own part.
+A word counts as `tokens_per_word` tokens, because the client has no tokenizer.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,25 +55,85 @@ class PromptStyle:
     tokens_per_word: float
 
 
-def make_prompt(style: PromptStyle, planned: PlannedRequest) -> str | list[int]:
-    """Return the prompt of a request: its group's prefix, its session's history, its own part."""
-    sections = (
-        (f"{style.seed}/prefix/{planned.prefix_group}", planned.prefix_tokens),
-        (f"{style.seed}/session/{planned.session}", planned.history_tokens),
-        (f"{style.seed}/prompt/{planned.index}", planned.prompt_tokens),
-    )
-    # One random stream per section, so that a longer section begins with a shorter one's text.
-    drawn = [(tokens, random.Random(stream)) for stream, tokens in sections]
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An earlier turn of a session: its own part, and its answer's text if there is one."""
+
+    planned: PlannedRequest
+    asked: str
+    answer: str
+
+
+History = tuple[Exchange, ...]
+"""A session's earlier turns, oldest first; empty for its first turn and without a session."""
+
+
+def exchange_of(style: PromptStyle, planned: PlannedRequest, answer: str) -> Exchange:
+    """Return a turn and its answer for the history of the next one."""
+    return Exchange(planned, own_words(style, planned), answer)
+
+
+def make_prompt(
+    style: PromptStyle, planned: PlannedRequest, history: History = ()
+) -> str | list[int]:
+    """Return the prompt of a request: its group's prefix, its session's history, its own part.
+
+    The text of a turn begins with the text of the turn before, and that turn's answer. Prompts of
+    token ids have drawn ids of the planned length for the answers, whose ids no server returns.
+    """
     if style.kind is PromptKind.TOKENS:
-        return [token for tokens, rng in drawn for token in _token_ids(style, tokens, rng)]
-    return " ".join(word for tokens, rng in drawn for word in _words(style, tokens, rng))
+        ids = _token_ids(style, _prefix_stream(style, planned), planned.prefix_tokens)
+        for each in (*(earlier.planned for earlier in history), planned):
+            ids += _token_ids(style, _own_stream(style, each), each.prompt_tokens)
+            if each is not planned:
+                answer_stream = f"{style.seed}/answer/{each.index}"
+                ids += _token_ids(style, answer_stream, each.output_tokens)
+        return ids
+    texts = [prefix_words(style, planned)] if planned.prefix_tokens else []
+    texts += [f"{earlier.asked}{earlier.answer}" for earlier in history]
+    return " ".join((*texts, own_words(style, planned)))
 
 
-def _token_ids(style: PromptStyle, tokens: int, rng: random.Random) -> list[int]:
+def make_messages(
+    style: PromptStyle, planned: PlannedRequest, history: History = ()
+) -> Sequence[dict[str, str]]:
+    """Return the messages of a chat; those of a session have roles, others are one user message."""
+    if planned.session is None:
+        return [{"role": "user", "content": str(make_prompt(style, planned))}]
+    messages = []
+    if planned.prefix_tokens:
+        messages.append({"role": "system", "content": prefix_words(style, planned)})
+    for earlier in history:
+        messages.append({"role": "user", "content": earlier.asked})
+        messages.append({"role": "assistant", "content": earlier.answer})
+    messages.append({"role": "user", "content": own_words(style, planned)})
+    return messages
+
+
+def prefix_words(style: PromptStyle, planned: PlannedRequest) -> str:
+    """Return the text that a request shares with its prefix group."""
+    return _words(style, _prefix_stream(style, planned), planned.prefix_tokens)
+
+
+def own_words(style: PromptStyle, planned: PlannedRequest) -> str:
+    """Return the text that is the request's own: after the prefix and the history."""
+    return _words(style, _own_stream(style, planned), planned.prompt_tokens)
+
+
+def _prefix_stream(style: PromptStyle, planned: PlannedRequest) -> str:
+    return f"{style.seed}/prefix/{planned.prefix_group}"
+
+
+def _own_stream(style: PromptStyle, planned: PlannedRequest) -> str:
+    return f"{style.seed}/prompt/{planned.index}"
+
+
+def _token_ids(style: PromptStyle, stream: str, tokens: int) -> list[int]:
+    rng = random.Random(stream)
     return [int(rng.random() * style.vocab_size) for _ in range(tokens)]
 
 
-def _words(style: PromptStyle, tokens: int, rng: random.Random) -> list[str]:
-    if tokens == 0:
-        return []
-    return rng.choices(WORDS, k=max(1, round(tokens / style.tokens_per_word)))
+def _words(style: PromptStyle, stream: str, tokens: int) -> str:
+    """Return words that stand for `tokens` tokens, at least one."""
+    count = max(1, round(tokens / style.tokens_per_word))
+    return " ".join(random.Random(stream).choices(WORDS, k=count))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,39 @@ def test_a_preset_is_the_same_load_every_time(load: Load, server: FakeServer) ->
     again = load(*PRESET)
     assert again["plan"] == first["plan"]
     assert sorted((body["prompt"], body["max_tokens"]) for body in server.bodies) == sorted(sent)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_agents_send_the_whole_conversation_with_the_servers_answers(
+    load: Load, server: FakeServer, endpoint: str
+) -> None:
+    report = load(
+        "--preset", "agentic", "--duration", "0.5", "--rate-scale", "20", "--arrivals", "uniform",
+        "--length-scale", "0.02", "--think-time", "5ms", "--endpoint", endpoint, "--records",
+    )  # fmt: skip
+    sessions = report["sessions"]
+    assert (sessions["planned"], sessions["finished"], sessions["cut_short"]) == (4, 4, 0)
+    assert sessions["turns"] == sessions["turns_planned"] == len(server.bodies)
+    assert sum(each["requests"] for each in sessions["by_turn"]) == sessions["turns"]
+    assert min(each["ttft_ms"]["p50"] for each in sessions["by_turn"]) >= 75
+    bodies = {
+        {name.lower(): value for name, value in headers.items()}["x-request-id"]: body
+        for headers, body in zip(server.headers, server.bodies, strict=True)
+    }
+    conversations: dict[str, list[dict[str, Any]]] = {}
+    for record in report["records"]:
+        conversations.setdefault(record["session"], []).append(record)
+    for turns in conversations.values():
+        for earlier, later in pairwise(turns):
+            assert later["planned_s"] > earlier["ended_s"]
+            before, after = (bodies[record["request_id"]] for record in (earlier, later))
+            answer = "word " * before["max_tokens"]
+            if endpoint == "completions":
+                assert after["prompt"].startswith(f"{before['prompt']}{answer} ")
+            else:
+                said = {"role": "assistant", "content": answer}
+                assert after["messages"][:-1] == [*before["messages"], said]
+                assert after["messages"][-1]["role"] == "user"
 
 
 def test_a_trace_is_replayed_and_says_what_it_left_out(

@@ -49,6 +49,7 @@ def test_a_whole_completion() -> None:
     assert answer.finish_reason == "length"
     assert answer.saw_done
     assert answer.ended_s == 4.0
+    assert answer.text == "abc"
 
 
 def call(**function: str | None) -> dict[str, object]:
@@ -66,6 +67,7 @@ def test_a_whole_chat_answer_does_not_count_the_role_as_text() -> None:
         endpoint=Endpoint.CHAT,
     )
     assert reader.answer().chunk_times_s == (1.0, 2.0, 3.0)
+    assert reader.answer().text == "a"  # clients send neither reasoning nor calls back
     assert kind_of(reader) is None
 
 

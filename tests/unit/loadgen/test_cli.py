@@ -13,6 +13,7 @@ from loadgen.options import build_parser
 from loadgen.report.files import WHOLE_REPORT
 from loadgen.report.slo import Slo
 from loadgen.runner import allow_open_files
+from loadgen.workload.lengths import LogNormal, Uniform
 from loadgen.workload.load import ClosedLoad, OpenLoad, TraceLoad
 from loadgen.workload.plan import Sessions
 
@@ -84,6 +85,8 @@ def config(*options: str) -> RunConfig:
         (["--trace", "x.csv", "--arrivals", "uniform"], "its own send times"),
         (["--phases", "a:1/s:1s", "--duration", "3"], "--duration goes with"),
         ([*STEADY, "--trace-start", "3"], "--trace-start goes with"),
+        ([*STEADY, "--think-time", "3"], "--think-time goes with"),
+        (["--preset", "bursty", "--think-time", "3"], "--think-time goes with"),
         (["--concurrency", "1", "--requests", "1", "--rate-scale", "2"], "a closed loop has none"),
         ([*STEADY, "--admin-url", "here"], "not a server address"),
         ([*STEADY, "--admin-url", "http://h?x=1"], "use --admin-key-env"),
@@ -179,11 +182,16 @@ def test_presets_and_traces_become_a_config(tmp_path: Path) -> None:
     )
     load = shrunk.load
     assert isinstance(load, OpenLoad)
-    assert (load.phases[0].rate_per_s, load.phases[0].duration_s) == (2, 60)
-    assert shrunk.workload[0].mixture.shared_prefix_tokens == 512
-    assert shrunk.workload[0].mixture.sessions == Sessions(live=24, turns=8, turn_tokens=128)
+    assert (load.phases[0].rate_per_s, load.phases[0].duration_s) == (0.2, 60)
+    assert shrunk.workload[0].mixture.shared_prefix_tokens == 1024
+    assert shrunk.workload[0].mixture.sessions == Sessions(
+        turns=Uniform(4, 16), tool=LogNormal(200, 1.2, 4, 1024), think_s=2.0
+    )
     assert shrunk.ignore_eos  # answers as long as planned, so that runs are alike
     assert not config("--preset", "agentic", "--no-ignore-eos").ignore_eos
+    paused = config("--preset", "agentic", "--think-time", "500ms").workload[0].mixture.sessions
+    assert paused is not None
+    assert paused.think_s == 0.5
     assert not config(*STEADY).ignore_eos
     path = tmp_path / "t.csv"
     path.write_text(

@@ -1,6 +1,7 @@
 """The plan and the prompts: seeded, shared where asked, and independent of one another."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,27 @@ import pytest
 from loadgen.client.answer import Endpoint
 from loadgen.client.payload import BodyStyle, made_ahead, request_body, request_headers
 from loadgen.errors import UsageError
-from loadgen.workload.arrivals import ArrivalKind, Phase, plan_arrivals
+from loadgen.workload import plan as plan_module
+from loadgen.workload.arrivals import Arrival, ArrivalKind, Phase, plan_arrivals
 from loadgen.workload.lengths import Fixed, Uniform
-from loadgen.workload.plan import Mixture, Part, PlannedRequest, parse_tiers, plan_closed, plan_open
-from loadgen.workload.prompts import WORDS, PromptKind, PromptStyle, make_prompt
+from loadgen.workload.plan import (
+    Mixture,
+    Part,
+    PlannedRequest,
+    Sessions,
+    parse_tiers,
+    plan_closed,
+    plan_open,
+)
+from loadgen.workload.prompts import (
+    WORDS,
+    Exchange,
+    History,
+    PromptKind,
+    PromptStyle,
+    exchange_of,
+    make_prompt,
+)
 
 TIERS = (("interactive", 0.2), ("standard", 0.6), ("batch", 0.2))
 PLAIN = Mixture(Uniform(4, 40), Fixed(8), tiers=(), prefix_groups=0, shared_prefix_tokens=0)
@@ -139,11 +157,98 @@ def test_bodies_are_made_ahead_up_to_a_limit_and_are_the_same() -> None:
     bodies = [request_body(COMPLETIONS, planned) for planned in plan]
     made: list[int] = []
 
-    def make(planned: PlannedRequest) -> bytes:
+    def make(planned: PlannedRequest, history: History) -> bytes:
         made.append(planned.index)
-        return request_body(COMPLETIONS, planned)
+        return request_body(COMPLETIONS, planned, history)
 
     take = made_ahead(plan, make, bytes_max=sum(map(len, bodies[:4])))
     assert made == [0, 1, 2, 3, 4]  # the fifth was one too many
-    assert [take(planned) for planned in plan] == bodies
+    assert [take(planned, ()) for planned in plan] == bodies
     assert made[5:] == [4, 5, 6, 7, 8, 9]
+
+
+def session_of(mixture: Mixture, turns: int = 3) -> tuple[PlannedRequest, ...]:
+    """The turns of one session that arrives after half a second, in the mixture's form."""
+    sessions = Sessions(turns=Fixed(turns), tool=Uniform(5, 50), think_s=1.5)
+    workload = (Part(1.0, replace(mixture, sessions=sessions)),)
+    return plan_open([Arrival(0.5, 0)], workload, seed=2, run_id="run")
+
+
+def history_of(turns: Sequence[PlannedRequest], style: PromptStyle = WORD_STYLE) -> History:
+    return tuple(exchange_of(style, each, f" answer {each.turn}") for each in turns)
+
+
+def test_only_the_first_turn_of_a_session_has_a_time() -> None:
+    first, second, third = session_of(PREFIXED)
+    assert [each.at_s for each in (first, second, third)] == [0.5, None, None]
+    assert first.think_s == 0
+    assert min(second.think_s, third.think_s) > 0
+    assert second.history_tokens == first.prompt_tokens + first.output_tokens
+    assert third.input_tokens == 50 + sum(
+        each.prompt_tokens + each.output_tokens for each in (first, second)
+    ) + third.prompt_tokens  # fmt: skip
+    ids = [each.request_id for each in (first, second, third)]
+    assert ids == ["run-0", "run-1", "run-2"]
+
+
+def test_a_plan_of_sessions_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "MAX_PLANNED_REQUESTS", 3)
+    assert len(session_of(PLAIN)) == 3
+    with pytest.raises(UsageError, match="more than 3 turns in all"):
+        session_of(PLAIN, turns=4)
+
+
+def test_a_turn_begins_with_the_turn_before_and_its_answer() -> None:
+    first, second, third = session_of(PREFIXED)
+    history = history_of([first, second])
+    prompts = [
+        str(make_prompt(WORD_STYLE, first)),
+        str(make_prompt(WORD_STYLE, second, history[:1])),
+        str(make_prompt(WORD_STYLE, third, history)),
+    ]
+    assert prompts[1].startswith(f"{prompts[0]} answer 0 ")
+    assert prompts[2].startswith(f"{prompts[1]} answer 1 ")
+    assert len(prompts[2].removeprefix(f"{prompts[1]} answer 1 ").split()) == third.prompt_tokens
+
+
+def test_a_session_is_a_chat_with_roles() -> None:
+    first, second, _ = session_of(PREFIXED)
+    (earlier,) = history = history_of([first])
+    style = replace(COMPLETIONS, endpoint=Endpoint.CHAT)
+    opened = json.loads(request_body(style, first))["messages"]
+    messages = json.loads(request_body(style, second, history))["messages"]
+    assert [each["role"] for each in opened] == ["system", "user"]
+    assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
+    assert messages[:2] == opened
+    assert len(messages[0]["content"].split()) == 50
+    assert messages[1]["content"] == earlier.asked
+    assert messages[2]["content"] == " answer 0"
+    assert len(messages[3]["content"].split()) == second.prompt_tokens
+
+
+def test_token_prompts_stand_in_for_answers_that_have_no_ids() -> None:
+    first, second, third = session_of(PREFIXED)
+    history = tuple(Exchange(each, "", "text") for each in (first, second))
+    prompts = [
+        make_prompt(TOKEN_STYLE, each, history[:turn])
+        for turn, each in enumerate((first, second, third))
+    ]
+    for prompt, planned in zip(prompts, (first, second, third), strict=True):
+        assert isinstance(prompt, list)
+        assert len(prompt) == planned.input_tokens
+    assert prompts[2][: len(prompts[1])] == prompts[1]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+
+
+def test_later_turns_are_not_made_ahead() -> None:
+    turns = session_of(PLAIN)
+    made: list[int] = []
+
+    def make(planned: PlannedRequest, history: History) -> bytes:
+        made.append(planned.index)
+        return request_body(COMPLETIONS, planned, history)
+
+    take = made_ahead(turns, make, bytes_max=10_000)
+    assert made == [0]
+    history = history_of(turns[:1])
+    assert take(turns[1], history) == request_body(COMPLETIONS, turns[1], history)

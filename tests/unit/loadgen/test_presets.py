@@ -82,25 +82,25 @@ def test_shares_of_tiers_and_of_long_prompts() -> None:
 
 
 def test_agents_share_a_prefix_and_their_history_grows() -> None:
-    requests = planned("agentic", duration_s=60.0, length_scale=0.05)
+    requests = planned("agentic", length_scale=0.05)
     turns: dict[str, list[PlannedRequest]] = {}
     for each in requests:
         assert each.session is not None
         turns.setdefault(each.session, []).append(each)
-    histories = [[each.history_tokens for each in session] for session in turns.values()]
-    assert all(found == [26 * turn for turn in range(len(found))] for found in histories)
-    assert max(len(found) for found in histories) == 8
-    session = max(turns.values(), key=len)
-    for earlier, later in pairwise(session):
-        # All of the earlier history comes again, behind the kind's own prefix.
-        first, second = (str(make_prompt(STYLE, each)).split() for each in (earlier, later))
-        begin, end = earlier.prefix_tokens, earlier.prefix_tokens + earlier.history_tokens
-        assert first[begin:end] == second[begin:end]
-        assert (
-            later.input_tokens == later.prefix_tokens + later.history_tokens + later.prompt_tokens
-        )
-        assert len(second) == later.input_tokens
-    assert len({str(make_prompt(STYLE, each)).split()[:102][-1] for each in requests}) <= 4
+    assert {len(session) for session in turns.values()} == set(range(4, 17))
+    assert [each.index for each in requests] == list(range(len(requests)))
+    for session in turns.values():
+        assert [each.turn for each in session] == list(range(len(session)))
+        for earlier, later in pairwise(session):
+            grown = earlier.prompt_tokens + earlier.output_tokens
+            assert later.history_tokens == earlier.history_tokens + grown
+            assert later.at_s is None
+            assert later.think_s > 0
+    thinks_s = [each.think_s for each in requests if each.turn]
+    # A thousand draws of an exponential with a mean of 2 s: their mean is within six deviations.
+    assert sum(thinks_s) / len(thinks_s) == pytest.approx(2.0, abs=12 / math.sqrt(len(thinks_s)))
+    prompts = [str(make_prompt(STYLE, each)).split() for each in requests[:40]]
+    assert len({tuple(prompt[:205]) for prompt in prompts}) == 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -119,7 +119,8 @@ def test_a_seed_fixes_every_request(name: str) -> None:
 def test_presets_shrink_to_a_small_machine(name: str) -> None:
     requests = planned(name, rate_scale=0.2, length_scale=0.01, duration_s=30.0)
     assert requests
-    assert all(each.at_s is not None and each.at_s < 30 for each in requests)
+    times_s = [each.at_s for each in requests if not each.turn]
+    assert all(at_s is not None and at_s < 30 for at_s in times_s)
     assert max(each.input_tokens for each in requests) <= 640
     assert min(min(each.prompt_tokens, each.output_tokens) for each in requests) >= 1
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from loadgen.report.records import Answer, FailureKind, RequestRecord
 from loadgen.report.report import Finished, build_report
 from loadgen.report.series import build_series
 from loadgen.report.slo import ALL_TIERS, NO_SLO, Slo, Slos, is_good, parse_slos
+from loadgen.report.tables import turns_table
 from loadgen.workload.arrivals import Phase
 from loadgen.workload.plan import PlannedRequest
 
@@ -281,3 +283,43 @@ def test_the_client_says_when_it_fell_behind(
 def test_a_clean_run_has_no_warnings(make_planned: MakePlanned, make_record: MakeRecord) -> None:
     record = make_record(make_planned(tier="batch"), usage=3, prompt_usage=10, served_tier="batch")
     assert warnings_for([record], ignore_eos=True) == []
+
+
+def test_sessions_are_counted_and_timed_by_turn(
+    make_planned: MakePlanned, make_record: MakeRecord
+) -> None:
+    def turn(session: str, number: int, ttft_s: float, **more: Any) -> RequestRecord:
+        planned = replace(make_planned(at_s=1.0), session=session, turn=number)
+        return make_record(planned, sent_s=1.0, chunk_times_s=(1.0 + ttft_s,), **more)
+
+    records = (
+        turn("a", 0, 0.1, prompt_usage=10),
+        turn("a", 1, 0.3, prompt_usage=40),
+        turn("b", 0, 0.2, prompt_usage=20),
+        turn("b", 1, 0.9, failure=FailureKind.TIMEOUT),
+        make_record(make_planned(9)),
+    )
+    run = Finished(
+        records, PHASES, 9, 5.0, interrupted=False, session_turns={"a": 2, "b": 3, "c": 2}
+    )
+    report: Any = build_report(run, parse_slos(""), keep_records=True)
+    sessions = report["sessions"]
+    table = turns_table(report)
+    assert table is not None
+    assert table.title == "1 of 3 sessions finished, by turn"
+    assert [list(column.cells)[1] for column in table.columns] == ["2", "2", "40", "300", "300"]
+    by_turn = sessions.pop("by_turn")
+    assert sessions == {
+        "planned": 3, "started": 2, "finished": 1, "cut_short": 1, "turns": 4, "turns_planned": 7,
+    }  # fmt: skip
+    assert [(each["turn"], each["requests"], each["ok"]) for each in by_turn] == [
+        (1, 2, 2),
+        (2, 2, 1),
+    ]
+    assert [each["prompt_tokens_mean"] for each in by_turn] == [15, 40]
+    assert [each["ttft_ms"]["p50"] for each in by_turn] == pytest.approx([150, 300])
+    assert [record["turn"] for record in report["records"]] == [1, 2, 1, 2, None]
+    without = report_of(make_record())
+    assert without["sessions"] is None
+    assert turns_table(without) is None
+    assert any("1 sessions ended early" in each for each in warnings_for(records, ignore_eos=False))
