@@ -45,6 +45,7 @@ from gateway.engine.rendering import (
     refuse_unreadable,
 )
 from gateway.engine.sandbox import Sandbox
+from gateway.engine.text_streams import begin_at_the_end
 from gateway.engine.tool_streams import complete_streams
 from gateway.engine.wire import (
     AbortRequests,
@@ -256,6 +257,7 @@ async def build_front_end(
     logging.getLogger().setLevel(level)
     complete_streams()
     await init_app_state(llm, app.state, config.args, tasks)
+    begin_at_the_end()
     keep_to_the_template()
     keep_room_for_output()
     allow_equal_choices()

@@ -288,6 +288,14 @@ def test_any_bytes_are_judged(body: bytes) -> None:
     assert isinstance(found, ApiError | BodyFacts)
 
 
+@given(parts=st.lists(st.sampled_from((r"\ud83d", r"\uDe00", r"\u0041", r"\\", "u", "d8", "a"))))
+def test_half_a_character_is_found_wherever_it_is(parts: list[str]) -> None:
+    text = "".join(parts)
+    decoded = json.loads(f'"{text}"')
+    has_half = any("\ud800" <= each <= "\udfff" for each in decoded)
+    assert isinstance(check(f'{{"prompt": "{text}"}}'.encode()), ApiError) == has_half
+
+
 ESCAPES = [
     (r"\\ud83d", True),
     (r"\ud83d\ude00", True),

@@ -223,3 +223,79 @@ async def test_a_stream_is_given_up_at_once_and_what_generates_it_ends() -> None
     assert seen[0].streams == []
     assert gate.idle.is_set()
     give_up()
+
+
+EVENT: Message = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+
+
+async def test_a_send_that_ends_at_once_needs_no_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(_: float) -> Any:
+        raise AssertionError("each token would pay for a timer")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(asyncio, "timeout", never)
+    one = answer.Answer(send, "r")
+    for _ in range(3):
+        await one._out(EVENT)
+    assert sent == [EVENT] * 3
+
+
+async def test_a_send_that_waits_goes_on_where_it_waited() -> None:
+    go_on, steps = asyncio.Event(), []
+
+    async def send(_: Message) -> None:
+        await asyncio.sleep(0)
+        steps.append("began")
+        await go_on.wait()
+        await asyncio.sleep(0)
+        steps.append("ended")
+
+    work = asyncio.create_task(answer.Answer(send, "r")._out(EVENT))
+    while not steps:
+        await asyncio.sleep(0)
+    assert not work.done()
+    go_on.set()
+    await work
+    assert steps == ["began", "ended"]
+
+
+async def test_a_send_fails_or_is_cancelled_where_it_waits() -> None:
+    ends: list[str] = []
+
+    async def breaks(_: Message) -> None:
+        await asyncio.sleep(0)
+        raise OSError("the connection is gone")
+
+    async def waits(_: Message) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append("cancelled")
+
+    with pytest.raises(OSError, match="is gone"):
+        await answer.Answer(breaks, "r")._out(EVENT)
+    work = asyncio.create_task(answer.Answer(waits, "r")._out(EVENT))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert ends == ["cancelled"]
+
+
+async def test_a_send_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "SEND_STALL_S", 0.01)
+
+    async def send(_: Message) -> None:
+        await asyncio.Event().wait()
+
+    one = answer.Answer(send, "r")
+    with pytest.raises(answer.ClientStalledError):
+        await one._out(EVENT)
+    with pytest.raises(answer.ClientStalledError):
+        await one.send(EVENT)
