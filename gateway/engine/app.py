@@ -46,6 +46,7 @@ from gateway.engine.rendering import (
 )
 from gateway.engine.sandbox import Sandbox
 from gateway.engine.text_streams import begin_at_the_end
+from gateway.engine.tokenizing import copy_tokenizer_once_more, part_long_from_short
 from gateway.engine.tool_streams import complete_streams
 from gateway.engine.wire import (
     AbortRequests,
@@ -243,6 +244,7 @@ async def build_front_end(
     The engine's ready frame must be on its way to `input_address`, because AsyncLLM's constructor
     waits for it. The engine must answer utility calls meanwhile, because the app waits for those.
     """
+    copy_tokenizer_once_more()
     llm = RelayedLLM.from_vllm_config(
         config.vllm,
         enable_log_requests=config.args.enable_log_requests,
@@ -250,6 +252,7 @@ async def build_front_end(
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
     llm.connect(say)
+    part_long_from_short(llm.renderer)
     tasks = await llm.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(config.args, tasks, llm.model_config)

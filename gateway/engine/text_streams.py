@@ -60,4 +60,4 @@ def begin_at_the_end() -> None:
             request.prompt_token_ids = list(end_of_prompt(token_ids, decode))
         begin(stream, tokenizer, request)
 
-    FastIncrementalDetokenizer.__init__ = begin_late  # type: ignore[method-assign]
+    FastIncrementalDetokenizer.__init__ = begin_late

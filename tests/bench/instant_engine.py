@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("addresses", nargs="*")
     arguments = parser.parse_args()
     if arguments.what == "vllm":
-        *addresses, ready = arguments.addresses
-        asyncio.run(serve_vllm(*addresses, bytes.fromhex(ready)))
+        requests, outputs, ready = arguments.addresses
+        asyncio.run(serve_vllm(requests, outputs, bytes.fromhex(ready)))
         return
     _output("imports vLLM before the first request", is_last=True)
     cell = InstantCell()

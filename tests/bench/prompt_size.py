@@ -3,8 +3,9 @@
 aileron's gateway and vLLM's API server run side by side, each over an engine in another process
 that computes nothing (`tests.bench.instant_engine`), and are loaded in turn: what is measured is
 the way of a chat from the socket to the engine and back, with tokenizing. A real prefill hides it.
-Three looks: TTFT by size and number of clients; the gaps of small streams while large prompts come
-in, which show work that holds the event loop; and CPU time per streamed token.
+Four looks: TTFT by size and number of clients; the gaps of small streams while large prompts come
+in, which show work that holds the event loop; TTFT of short chats among long ones, which shows work
+that stands in a queue; and CPU time per streamed token.
 """
 
 import argparse
@@ -44,7 +45,7 @@ OPTIONS = [
     *("--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT_TOKENS})),
 ]
 PEER, EARLIER, OURS = "vllm serve", "aileron before", "aileron"
-BESIDE = {"streams": 8, "prompts": 6}
+BESIDE = {"streams": 8, "prompts": 6, "clients": 6, "short": 10}
 PER_TOKEN = {"clients": 32, "requests": 32, "tokens": 151}
 
 
@@ -156,6 +157,27 @@ async def in_turns(url: str, clients: int, bodies: Sequence[bytes]) -> list[list
     return answers
 
 
+async def short_beside_long(url: str, text: str, seed: int) -> list[float]:
+    """Seconds to the first token of short chats while clients send long ones all the time."""
+    long = [body_of(text, SIZES["220 KB"], seed + place, 1) for place in range(BESIDE["clients"])]
+    times: list[float] = []
+    async with session(url) as client:
+
+        async def again(body: bytes) -> None:
+            while True:
+                await ask(client, body)
+
+        crowd = [asyncio.create_task(again(body)) for body in long]
+        await asyncio.sleep(0.5)
+        for place in range(BESIDE["short"]):
+            body = body_of(text, SIZES["128 tokens"], seed + place, 1)
+            times.append((await ask(client, body))[0])
+        for each in crowd:
+            each.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+    return times
+
+
 async def beside(url: str, text: str, seed: int) -> list[float]:
     """Seconds between the events of small streams while large prompts come one after another."""
     async with session(url) as client:
@@ -198,6 +220,8 @@ class Seen:
     """(size, clients) -> seconds of CPU per request of each round."""
     gaps_s: list[tuple[float, float]] = field(default_factory=list)
     """99th percentile and longest gap of each round."""
+    short_s: list[float] = field(default_factory=list)
+    """Median of each round."""
     per_token_s: list[float] = field(default_factory=list)
 
 
@@ -221,6 +245,8 @@ def look(seen: Seen, url: str, process: int, text: str, seed: int, sizes: Sequen
             seen.ttft_s[size, clients].append(statistics.median(each[0] for each in answers))
     gaps = asyncio.run(beside(url, text, seed))
     seen.gaps_s.append((statistics.quantiles(gaps, n=100)[98], max(gaps)))
+    short = asyncio.run(short_beside_long(url, text, seed))
+    seen.short_s.append(statistics.median(short))
     spent = []
     for tokens in (1, PER_TOKEN["tokens"]):
         bodies = [
@@ -275,6 +301,9 @@ def table(found: dict[str, Seen], sizes: Sequence[str]) -> list[str]:
         for each in found.values()
     ]
     rows.append(f"| gaps beside 220 KB prompts, p99 / longest, ms | {' | '.join(gaps)} |")
+    short = [f"{1e3 * statistics.median(each.short_s):.0f}" for each in found.values()]
+    label = f"TTFT of 128 tokens beside {BESIDE['clients']} clients with 220 KB, ms"
+    rows.append(f"| {label} | {' | '.join(short)} |")
     costs = [f"{1e6 * statistics.median(each.per_token_s):.0f}" for each in found.values()]
     rows.append(f"| CPU per streamed token, us | {' | '.join(costs)} |")
     return rows

@@ -70,7 +70,7 @@ def late() -> Make:
     begin = FastIncrementalDetokenizer.__init__
     begin_at_the_end()
     begin_late = FastIncrementalDetokenizer.__init__
-    FastIncrementalDetokenizer.__init__ = begin  # type: ignore[method-assign]
+    FastIncrementalDetokenizer.__init__ = begin
 
     def make(tokenizer: Tokenizer, request: EngineCoreRequest) -> FastIncrementalDetokenizer:
         stream = FastIncrementalDetokenizer.__new__(FastIncrementalDetokenizer)
@@ -118,8 +118,10 @@ def test_a_prompt_that_ends_in_special_tokens_keeps_the_leading_space(
     late: Make,
 ) -> None:
     tokenizer = stripping()
-    word = tokenizer.token_to_id("\N{LOWER ONE EIGHTH BLOCK}w1")
-    prompt = [word] * 300 + [tokenizer.token_to_id("</s>")] * 100
+    word, end = map(tokenizer.token_to_id, ("\N{LOWER ONE EIGHTH BLOCK}w1", "</s>"))
+    assert word is not None
+    assert end is not None
+    prompt = [word] * 300 + [end] * 100
     streams = [make(tokenizer, request_of(prompt)) for make in (plain, late)]
     assert [texts(stream, [word, word]) for stream in streams] == [[" w1", " w1"]] * 2
 
