@@ -10,16 +10,24 @@ import argparse
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from coordinator.protocol.messages.gateway import CellState, Submit
+from coordinator.protocol.messages.gateway import (
+    Cancel,
+    CellState,
+    GatewayDown,
+    GatewayHello,
+    GatewayUp,
+    Submit,
+    Welcome,
+)
 from coordinator.protocol.terms import TaskId
-from tests.harness.cells.gateway_cell import Behaviour, FakeCell
+from tests.harness.cells.gateway_cell import FakeCell
 
 STEP_S = 0.02
 TOKEN_ID = 300
@@ -29,10 +37,18 @@ SLOTS = 1_024
 
 
 class Steps:
-    """Who gets a token when; `push` sends one token each to tasks, with its index and its end."""
+    """Who gets a token when; `push` sends one token each to tasks, with its index and its end.
 
-    def __init__(self, push: Callable[[Sequence[tuple[Any, int, bool]]], None]) -> None:
+    `name` returns a task's id.
+    """
+
+    def __init__(
+        self,
+        push: Callable[[Sequence[tuple[Any, int, bool]]], None],
+        name: Callable[[Any], str],
+    ) -> None:
         self._push = push
+        self._name = name
         self._running: list[tuple[Any, int, int]] = []
         """Tasks, the index of the next token, and the number of all."""
         self._stepping: asyncio.Task[None] | None = None
@@ -44,6 +60,10 @@ class Steps:
             self._running.append((task, 1, tokens))
             if self._stepping is None:
                 self._stepping = asyncio.create_task(self._step())
+
+    def drop(self, task_id: str) -> None:
+        """Give a task that nobody waits for no more tokens."""
+        self._running = [each for each in self._running if self._name(each[0]) != task_id]
 
     async def _step(self) -> None:
         loop = asyncio.get_running_loop()
@@ -64,13 +84,21 @@ class InstantCell(FakeCell):
 
     def __post_init__(self) -> None:
         self.state = CellState("dp1", 1, True, 1, 1, 0, SLOTS)
-        self.behave = _never
-        self._steps = Steps(self._push_all)
+        self._steps = Steps(self._push_all, lambda submit: submit.header.task)
         super().__post_init__()
 
-    async def _run(self, behave: Behaviour, submit: Submit) -> None:
-        self.seen.clear()
-        self._steps.take(submit, submit.header.max_tokens)
+    async def _read(
+        self, messages: AsyncIterator[GatewayUp], queue: "asyncio.Queue[GatewayDown]"
+    ) -> None:
+        async for message in messages:
+            match message:
+                case GatewayHello():
+                    queue.put_nowait(Welcome(self.coordinator))
+                    queue.put_nowait(self.state)
+                case Submit(header):
+                    self._steps.take(message, header.max_tokens)
+                case Cancel(task):
+                    self._steps.drop(task)
 
     def _push_all(self, tokens: Sequence[tuple[Submit, int, bool]]) -> None:
         from coordinator.protocol.messages.rank import TokenSpan
@@ -83,10 +111,6 @@ class InstantCell(FakeCell):
             for submit, index, is_last in tokens
         ]
         self.push(tokens[0][0], parts)
-
-
-async def _never(_ran: Any) -> None:
-    raise AssertionError("this cell reads no requests.")
 
 
 def _output(task: str, is_last: bool) -> Any:
@@ -131,13 +155,16 @@ async def serve_vllm(input_address: str, output_address: str, ready: bytes) -> N
         frames = encode(EngineCoreOutputs(outputs=parts))
         outputs.send_multipart([bytes(frame) for frame in frames])
 
-    steps = Steps(push)
+    steps = Steps(push, str)
     while True:
         kind, *frames = await requests.recv_multipart()
         if kind == EngineCoreRequestType.ADD.value:
             head = msgspec.msgpack.decode(frames[0], type=_Head)
             limit = msgspec.msgpack.decode(head.sampling_params, type=_Limit)
             steps.take(head.request_id, limit.max_tokens)
+        elif kind == EngineCoreRequestType.ABORT.value:
+            for task in msgspec.msgpack.decode(frames[0], type=list[str]):
+                steps.drop(task)
         elif (call := wire.decode_call([kind, *frames])) is not None:
             outputs.send_multipart(wire.answer_utility(call))
 

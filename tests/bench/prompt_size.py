@@ -34,7 +34,7 @@ SIZES = {"128 tokens": 360, "20 KB": 20_000, "220 KB": 220_000}
 """Name -> characters of text."""
 MESSAGE_CHARS = 4_000
 CLIENTS = (1, 32, 150)
-REQUESTS = {1: 16, 32: 64, 150: 150}
+REQUESTS = {1: 16, 32: 32, 150: 150}
 """Clients -> requests in all."""
 LARGE_ONES = 4
 """Of the largest prompts a sequential client sends so many times fewer."""
@@ -46,6 +46,8 @@ OPTIONS = [
 ]
 PEER, EARLIER, OURS = "vllm serve", "aileron before", "aileron"
 BESIDE = {"streams": 8, "prompts": 6, "clients": 6, "short": 10}
+REST_LIMIT_S, REST_LOOK_S, REST_SHARE = 60.0, 0.5, 0.15
+"""A server that rests uses less than this share of a core between two looks."""
 PER_TOKEN = {"clients": 32, "requests": 32, "tokens": 151}
 
 
@@ -224,11 +226,32 @@ class Seen:
     """Median of each round."""
     per_token_s: list[float] = field(default_factory=list)
 
+    def newest(self) -> dict[str, float]:
+        """The newest round, in ms and us."""
+        ttft = {f"{size}, {clients}": 1e3 * s[-1] for (size, clients), s in self.ttft_s.items()}
+        more = {
+            "gap": 1e3 * self.gaps_s[-1][1],
+            "short": 1e3 * self.short_s[-1],
+            "token us": 1e6 * self.per_token_s[-1],
+        }
+        return {name: round(value, 1) for name, value in (ttft | more).items()}
+
 
 def cpu_s(process: int) -> float:
     """Seconds of CPU that a process has used."""
     times = psutil.Process(process).cpu_times()
     return times.user + times.system
+
+
+def rest(process: int) -> None:
+    """Return when a server has nothing left to do, such as the prompts of clients that left."""
+    deadline = time.monotonic() + REST_LIMIT_S
+    while time.monotonic() < deadline:
+        before = cpu_s(process)
+        time.sleep(REST_LOOK_S)
+        if cpu_s(process) - before <= REST_SHARE * REST_LOOK_S:
+            return
+    raise TimeoutError("the server does not come to rest.")
 
 
 def look(seen: Seen, url: str, process: int, text: str, seed: int, sizes: Sequence[str]) -> None:
@@ -239,12 +262,15 @@ def look(seen: Seen, url: str, process: int, text: str, seed: int, sizes: Sequen
             bodies = [
                 body_of(text, SIZES[size], seed + place, ANSWER_TOKENS) for place in range(count)
             ]
+            rest(process)
             before = cpu_s(process)
             answers = asyncio.run(in_turns(url, clients, bodies))
             seen.cpu_s[size, clients].append((cpu_s(process) - before) / count)
             seen.ttft_s[size, clients].append(statistics.median(each[0] for each in answers))
+    rest(process)
     gaps = asyncio.run(beside(url, text, seed))
     seen.gaps_s.append((statistics.quantiles(gaps, n=100)[98], max(gaps)))
+    rest(process)
     short = asyncio.run(short_beside_long(url, text, seed))
     seen.short_s.append(statistics.median(short))
     spent = []
@@ -253,6 +279,7 @@ def look(seen: Seen, url: str, process: int, text: str, seed: int, sizes: Sequen
             body_of(text, SIZES["128 tokens"], seed + place, tokens)
             for place in range(PER_TOKEN["requests"])
         ]
+        rest(process)
         before = cpu_s(process)
         asyncio.run(in_turns(url, PER_TOKEN["clients"], bodies))
         spent.append(cpu_s(process) - before)
@@ -275,6 +302,8 @@ def measure(rounds: int, earlier: Path | None, sizes: Sequence[str]) -> dict[str
         for number in range(rounds):
             for name in list(servers) if number % 2 else reversed(servers):
                 look(found[name], *servers[name], text, 1_000 * number, sizes)
+            for name, seen in found.items():
+                print(name, json.dumps(seen.newest()), flush=True)
             print(f"round {number + 1} of {rounds}, load {os.getloadavg()[0]:.1f}", flush=True)
     return found
 
