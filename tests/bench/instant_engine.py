@@ -72,6 +72,8 @@ class Steps:
             due_s = max(due_s + STEP_S, loop.time())
             await asyncio.sleep(due_s - loop.time())
             running, self._running = self._running, []
+            if not running:
+                break
             self._push([(task, index, index + 1 == most) for task, index, most in running])
             self._running += [
                 (task, index + 1, most) for task, index, most in running if index + 1 < most
