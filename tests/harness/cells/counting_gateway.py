@@ -45,7 +45,7 @@ def main() -> None:
         "begin", decoders.DecodeStream, lambda ids=(), **_: len(ids or ())
     )
     http: Any = edge
-    http.check_body = _counted("check", edge.check_body, lambda body, *_: len(body))
+    http.check_body = _counted("check", http.check_body, lambda body, *_: len(body))
     runpy.run_module("gateway", run_name="__main__", alter_sys=True)
 
 
