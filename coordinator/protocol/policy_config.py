@@ -78,7 +78,7 @@ class PolicyConfig(_Frozen):
     """How often the policy looks at the load."""
     stay_ms: int = Field(default=3_000, ge=0)
     """Shortest time in a layout; a third of it if a switch would gain more than a quarter."""
-    settle_ms: int = Field(default=1_500, ge=0)
+    settle_ms: int = Field(default=1_000, ge=0)
     """How long another layout must look a little better before a switch to it."""
     caution_ms: int = Field(default=60_000, ge=0)
     """If goals soon forced a switch from a wide layout that was chosen for speed, the policy does

@@ -157,7 +157,9 @@ def digest_of(plan: Sequence[PlannedRequest], style: object) -> str:
     """
     digest = hashlib.sha256(repr(style).encode())
     for planned in plan:
-        digest.update(repr(replace(planned, request_id="")).encode())
+        # Without the fields that only later turns have: reports from before them keep their digest.
+        text = repr(replace(planned, request_id="")).replace("turn=0, think_s=0.0, ", "")
+        digest.update(text.encode())
     return digest.hexdigest()[:DIGEST_CHARS]
 
 

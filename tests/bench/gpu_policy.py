@@ -1,7 +1,9 @@
 """Named workloads over HTTP: the adaptive policy beside static vLLM in every fixed layout.
 
 `python -m tests.bench.gpu_policy --shape llama-3-70b-fp8 --ranks 4 --out DIR`: one server after the
-other on the same GPUs gets the same requests at the same times. `--only` names some servers, for a
+other on the same GPUs gets the same requests at the same times. Static vLLM runs twice: on equal
+terms, and as `vllm serve` with its own defaults (compiled, prefix caching, its own batch limits),
+of which only memory, context and weights are set. `--only` names some servers, for a
 machine that is lent for a short while; `--report A.json B.json` puts such parts together.
 `--shape demo --device cpu` tries all of it without a GPU.
 """
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from tests.bench.gpu import hardware, versions
 from tests.bench.gpu_policy_report import write_policy_report
@@ -29,6 +32,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 WARM = ("--concurrency", "8", "--requests", "32", "--output-tokens", "fixed:32")
 
 
+DEFAULTS = ", defaults"
+"""End of the name of a server that runs as `vllm serve` with its own defaults."""
+
+SET_FOR_DEFAULTS = ("load_format", "max_model_len", "gpu_memory_utilization", "quantization")
+
+
 def servers(ranks: int) -> dict[str, dict[str, int]]:
     """Name -> vLLM's parallel sizes; aileron has none of its own."""
     static = {f"dp{ranks}": (ranks, 1), f"tp{ranks}": (1, ranks)}
@@ -38,7 +47,8 @@ def servers(ranks: int) -> dict[str, dict[str, int]]:
         f"static {name}": {"data_parallel_size": dp, "tensor_parallel_size": tp}
         for name, (dp, tp) in static.items()
     }
-    return {"aileron": {}, **sizes}
+    defaults = {f"{name}{DEFAULTS}": each for name, each in sizes.items()}
+    return {"aileron": {}, **sizes, **defaults}
 
 
 def shaped_model(shape: str, folder: Path) -> Path:
@@ -74,6 +84,10 @@ def command_of(name: str, model: Path, options: argparse.Namespace, port: int, a
         ]
     program = "from vllm.entrypoints.cli.main import main; main()"
     sizes = as_arguments(servers(options.ranks)[name])
+    if name.endswith(DEFAULTS):
+        engine = {key: engine[key] for key in SET_FOR_DEFAULTS if key in engine}
+        if options.device == "cpu":
+            engine["max_model_len"] = 512
     address = ["--host", "127.0.0.1", "--port", str(port)]
     shared = as_arguments(engine)
     return [sys.executable, "-c", program, "serve", str(model), *address, *sizes, *shared]
@@ -89,6 +103,13 @@ def load(url: str, options: list[str], out: Path) -> dict[str, Any]:
     subprocess.run(command, cwd=ROOT, check=True, timeout=LOAD_LIMIT_S)
     report: dict[str, Any] = json.loads(out.read_text())
     return report
+
+
+def decisions(admin: int) -> list[dict[str, Any]]:
+    """What the policy has changed so far, and why."""
+    with urlopen(f"http://127.0.0.1:{admin}/admin/decisions?last=1000", timeout=10) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["decisions"]
+    return [each for each in found if each["changes"]]
 
 
 def served(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +133,8 @@ def served(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any
                 if is_ours:
                     shaped += ["--admin-url", f"http://127.0.0.1:{admin}"]
                 found[preset] = load(url, shaped, out)
+                if is_ours:
+                    found[preset]["decisions"] = decisions(admin)
     return found
 
 

@@ -1,14 +1,15 @@
 """A map of the loads for which switching pays: best static layout, oracle and policy on each.
 
-`python -m tests.simulation.policy_map 300 --out DIR` draws loads of low phases and bursts over
+`python -m tests.simulation.policy_map 300 --out FILE` draws loads of low phases and bursts over
 machines, mean rates, burst ratios and lengths, prompts and answers, tiers and goals, and writes the
 map. The oracle knows when bursts begin and end, and has tried every pair of layouts for the two.
 """
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import mean
@@ -81,6 +82,18 @@ DIMENSIONS: dict[str, tuple[object, ...]] = {
     "tiers": tuple(TIERS),
     "goals": (0.5, 1.0, 2.0),
 }
+
+CORNERS: dict[str, tuple[object, ...]] = {
+    "box": ("70b-fp8", "32b", "32b-halves"),
+    "ranks": (2, 4, 8),
+    "rate": (0.25, 0.4, 0.6),
+    "burst_ratio": (4, 12),
+    "burst_s": (15.0, 30.0),
+    "lengths": ("1k+150", "300+400", "300+400, bursts 4k+50"),
+    "tiers": ("interactive", "interactive, bursts standard"),
+    "goals": (0.5, 1.0),
+}
+"""Where low phases need wide groups for their goals, and bursts need replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +219,11 @@ class PlannedCell(SimCell):
             self._change(wanted, "it is planned")
 
 
-def draw(seed: int) -> Spot:
+def draw(seed: int, dimensions: Mapping[str, tuple[object, ...]]) -> Spot:
     """Return a spot; every dimension is drawn evenly, as far as the load is not too large."""
     rng = random.Random(seed)
     while True:
-        chosen = {name: rng.choice(values) for name, values in DIMENSIONS.items()}
+        chosen = {name: rng.choice(values) for name, values in dimensions.items()}
         spot = Spot(**chosen)  # type: ignore[arg-type]
         if spot.requests <= REQUESTS_MAX:
             return spot
@@ -291,15 +304,18 @@ def _scaled(goal: TierGoal, factor: float) -> TierGoal:
     return replace(goal, ttft_s=scaled(goal.ttft_s), tpot_s=scaled(goal.tpot_s))
 
 
-def _read_seed(seed: int) -> Reading:
-    return read(draw(seed), seed)
+def _read_seed(seed: int, dimensions: Mapping[str, tuple[object, ...]]) -> Reading:
+    return read(draw(seed, dimensions), seed)
 
 
-def read_many(seeds: Sequence[int], processes: int) -> list[Reading]:
+def read_many(
+    seeds: Sequence[int], processes: int, dimensions: Mapping[str, tuple[object, ...]]
+) -> list[Reading]:
     """Return the readings of these seeds, with progress."""
     found = []
     with Pool(processes) as pool:
-        for number, each in enumerate(pool.imap(_read_seed, seeds), 1):
+        read_one = partial(_read_seed, dimensions=dimensions)
+        for number, each in enumerate(pool.imap(read_one, seeds), 1):
             found.append(each)
             if number % 10 == 0:
                 print(f"{number}/{len(seeds)}", flush=True)
@@ -311,11 +327,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("spots", type=int)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--corners", action="store_true", help="only where switching may pay")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.spots)
-    text = table(read_many(seeds, options.processes))
+    dimensions = CORNERS if options.corners else DIMENSIONS
+    text = table(read_many(seeds, options.processes, dimensions))
     print(text)
     if options.out is not None:
         options.out.write_text(text)
