@@ -12,10 +12,13 @@ from collections.abc import Callable
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -27,21 +30,53 @@ LAYOUT = KVCacheLayout.LBHNC
 """Layer, block, head, token, channel: a block divides into per-head regions."""
 
 
-def whole_specs(
-    specs: dict[str, FullAttentionSpec], config: VllmConfig
-) -> dict[str, FullAttentionSpec]:
-    """Convert KV specs of one rank of any width to those of dp, for which pages are made."""
+def whole_specs(specs: dict[str, KVCacheSpec], config: VllmConfig) -> dict[str, FullAttentionSpec]:
+    """Convert KV specs of one rank of any width to those of dp, for which pages are made.
+
+    Layers with a sliding window have pages for all tokens too, so that all layers share them; their
+    attention reads the window alone. Raises `GeometryError` for layers of another kind.
+    """
     heads = config.model_config.get_total_num_kv_heads()
-    return {name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in specs.items()}
+    own = max(1, heads // config.parallel_config.tensor_parallel_size)
+    for name, spec in specs.items():
+        if isinstance(spec, AttentionSpec) and spec.num_kv_heads != own:
+            raise GeometryError(
+                f"layer {name} has {spec.num_kv_heads} KV heads per rank, and config.json says "
+                f"{own}: get the file again."
+            )
+    return {
+        name: dataclasses.replace(_full(name, spec, config), num_kv_heads=heads)
+        for name, spec in specs.items()
+    }
+
+
+def _full(name: str, spec: KVCacheSpec, config: VllmConfig) -> FullAttentionSpec:
+    """Return the spec of a layer that has pages for all tokens."""
+    if type(spec) is FullAttentionSpec:
+        return spec
+    if type(spec) is not SlidingWindowSpec:
+        raise GeometryError(
+            f"layer {name} has no plain attention ({type(spec).__name__}), so its KV cache cannot "
+            "be split: serve a model whose layers all have full attention or sliding windows."
+        )
+    return FullAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        kv_quant_mode=spec.kv_quant_mode,
+        sliding_window=spec.sliding_window,
+    )
 
 
 def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:
     """Return the page geometry of a model's dp KV specs; `GeometryError` if its layers differ."""
-    distinct = set(specs.values())
-    if len(distinct) != 1 or type(next(iter(distinct))) is not FullAttentionSpec:
+    distinct = {dataclasses.replace(spec, sliding_window=None) for spec in specs.values()}
+    if len(distinct) != 1:
         raise GeometryError(
             "the model has layers with different kinds of KV cache, so pages cannot be shared: "
-            "serve a model whose layers all have full attention."
+            "serve a model whose layers all have heads of the same number and size."
         )
     spec = next(iter(distinct))
     return PageGeometry(
@@ -68,7 +103,8 @@ class KVBuffer:
         self.geometry = geometry_of(specs)
         self.num_pages = num_pages
         self._layers = list(specs)
-        self._spec = next(iter(specs.values()))
+        # A spec with a window keeps vLLM from computing shared prefixes as if there were none.
+        self._spec = min(specs.values(), key=lambda spec: spec.sliding_window is None)
         if self._spec.page_size_bytes != self.geometry.layer_page_bytes:
             raise GeometryError(
                 "vLLM pads this model's KV pages, so they cannot be split: serve another model."

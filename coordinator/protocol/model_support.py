@@ -13,17 +13,6 @@ from typing import Any
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
 
-FAMILIES = "Llama, Mistral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
-REFUSED_ARCHITECTURES = frozenset(
-    {
-        *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "GptOssForCausalLM"),
-        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
-        *("MambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM"),
-        *("Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM", "KimiLinearForCausalLM"),
-    }
-)
-"""Architectures that ranks are known to refuse; the layers of any other one decide, once loaded."""
-
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
@@ -42,6 +31,9 @@ _QUANTIZATIONS = ("quantization_config", "compression_config")
 """Where config.json describes quantized weights."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 _EXPERTS = ("num_experts", "num_local_experts")
+_LAYER_TYPES = ("layer_types", "layers_block_type")
+_RECURRENT = ("mamba_", "ssm_", "linear_attn_", "linear_num_", "lightning_", "state_size", "conv_L")
+"""How the fields of config.json begin that describe layers with a recurrent state."""
 
 
 def refusal(what: str, instead: str) -> str:
@@ -54,12 +46,19 @@ SPECULATION = refusal("speculative decoding", "leave out --speculative-config")
 KV_CONNECTORS = refusal("KV connectors", "leave out --kv-transfer-config")
 ENCODERS = refusal("encoder-decoder models", "serve a decoder-only model")
 POOLING = refusal("pooling models", "serve a generating model")
-MULTIMODAL = refusal("multimodal models", f"serve a text model of the {FAMILIES} family")
-SLIDING_WINDOW = refusal(
-    "sliding windows, whose pages cannot be split,", "serve a model with full attention"
+MULTIMODAL = refusal("multimodal models", "serve a text model")
+RECURRENT = refusal(
+    "layers with a recurrent state, which has no heads and pages to split,",
+    "serve a model whose layers all have attention",
 )
-
-
+CHUNKED_ATTENTION = refusal(
+    "attention in chunks, whose old pages vLLM gives up,",
+    "serve a model with full attention or sliding windows",
+)
+ALIBI = refusal(
+    "attention with ALiBi, whose slopes a rank has for its own heads alone,",
+    "serve a model with rotary positions, or use --widths 1",
+)
 LATENT_ATTENTION = refusal(
     "latent attention, whose KV has no heads to split,", "serve a model with plain attention"
 )
@@ -68,11 +67,6 @@ LATENT_ATTENTION = refusal(
 def kv_type_refusal(name: str) -> str:
     """Return the sentence about a type of the KV cache."""
     return refusal(f"KV cache type {name!r}", "leave out --kv-cache-dtype")
-
-
-def architecture_refusal(name: str) -> str:
-    """Return the sentence about a model of another family."""
-    return refusal(f"models of the architecture {name}", f"serve a model of the {FAMILIES} family")
 
 
 def parallel_refusal(name: str) -> str:
@@ -157,7 +151,7 @@ def refusals(
     """
     config = {**config, **_overrides(options)}
     yield from option_refusals(options)
-    yield from _architecture_refusals(config, options)
+    yield from _layer_refusals(config, widths)
     for name in _QUANTIZATIONS:
         if config.get(name) and not isinstance(config[name], Mapping):
             yield f"{name} in config.json is no object: get the file again."
@@ -206,20 +200,20 @@ def _parsed(text: str | None) -> Any:
         return text
 
 
-def _architecture_refusals(
-    config: Mapping[str, Any], options: Sequence[GivenOption]
-) -> Iterator[str]:
-    names = architectures(config)
+def _layer_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterator[str]:
+    """Yield what the layers that a config.json describes lack; the family does not matter."""
     if config.get("is_encoder_decoder"):
         yield ENCODERS
     elif any(key in config for key in ("vision_config", "audio_config", "thinker_config")):
         yield MULTIMODAL
-    elif name := next((each for each in names if each in REFUSED_ARCHITECTURES), None):
-        yield architecture_refusal(name)
     elif config.get("kv_lora_rank"):
         yield LATENT_ATTENTION
-    if _has_window(config) and not is_on(options, "--disable-sliding-window"):
-        yield SLIDING_WINDOW
+    elif _has_recurrent_layers(config):
+        yield RECURRENT
+    elif _has_chunks(config):
+        yield CHUNKED_ATTENTION
+    elif _has_alibi(config) and max(widths, default=1) > 1:
+        yield ALIBI
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -228,15 +222,31 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     return [str(each) for each in named] if isinstance(named, list) else []
 
 
-def _has_window(config: Mapping[str, Any]) -> bool:
-    """Return whether a layer attends to a window; Qwen's configurations may name an unused one."""
-    is_unused = str(config.get("model_type", "")).startswith("qwen")
-    if not config.get("use_sliding_window", not is_unused):
-        return False
-    types = config.get("layer_types")
-    return bool(config.get("sliding_window")) or (
-        isinstance(types, list) and "sliding_attention" in types
+def _has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+    """Return whether some layers keep a state instead of keys and values."""
+    types = [
+        str(each)
+        for name in _LAYER_TYPES
+        if isinstance(found := config.get(name), list)
+        for each in found
+    ]
+    return any("attention" not in each or "linear" in each for each in types) or any(
+        config[name] and str(name).startswith(_RECURRENT) for name in config
     )
+
+
+def _has_chunks(config: Mapping[str, Any]) -> bool:
+    """Return whether a layer attends to the chunk of a token alone, in a context of several."""
+    chunk, longest = config.get("attention_chunk_size"), config.get("max_position_embeddings")
+    if not isinstance(chunk, int):
+        return False
+    return not isinstance(longest, int) or chunk < longest
+
+
+def _has_alibi(config: Mapping[str, Any]) -> bool:
+    attention = _object(config.get("attn_config"))
+    named = config.get("position_embedding_type") or config.get("position_embedding")
+    return bool(config.get("alibi") or attention.get("alibi") or str(named).lower() == "alibi")
 
 
 def _quantization_refusals(

@@ -100,7 +100,7 @@ def test_runner_and_scheduler_have_the_methods_that_we_override() -> None:
 
 def test_our_layers_are_plugged_in() -> None:
     assert op_registry_oot["QKVParallelLinear"] is layers.ShardMajorQKV
-    assert op_registry_oot["MergedColumnParallelLinear"] is layers.ShardMajorGateUp
+    assert op_registry_oot["MergedColumnParallelLinear"] is layers.ShardMajorMerged
     assert op_registry_oot["RowParallelLinear"] is layers.ViewedRow
 
 

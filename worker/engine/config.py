@@ -25,15 +25,15 @@ from coordinator.protocol.model_support import (
     FP8_QUANTIZATIONS,
     KV_CONNECTORS,
     KV_TYPES,
+    LATENT_ATTENTION,
     LORA,
     MULTIMODAL,
     ONLINE_FP8,
     POOLING,
-    REFUSED_ARCHITECTURES,
+    RECURRENT,
     SPECULATION,
     WHOLE,
     Holding,
-    architecture_refusal,
     cpu_quantization_refusal,
     kv_type_refusal,
     option_refusals,
@@ -202,10 +202,8 @@ def _refuse_unsupported(vllm_config: VllmConfig, holding: Holding) -> None:
         (model.is_encoder_decoder, ENCODERS),
         (model.runner_type != "generate", POOLING),
         (model.is_multimodal_model, MULTIMODAL),
-        (
-            model.architecture in REFUSED_ARCHITECTURES,
-            architecture_refusal(model.architecture),
-        ),
+        (model.use_mla, LATENT_ATTENTION),
+        (model.is_hybrid or model.is_attention_free, RECURRENT),
     ]
     found = next((sentence for refused, sentence in refusals if refused), None)
     if (sentence := found or _quantization_refusal(vllm_config, holding)) is not None:

@@ -18,7 +18,6 @@ from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode, Rank, StepMode
@@ -175,11 +174,6 @@ class RankEngine:
         config, runner = configs[self.keys[0]], runners[self.keys[0]]
         with set_current_vllm_config(config):
             specs = whole_specs(runner.get_kv_cache_spec(), config)
-        if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
-            raise ViewError(
-                "the model has layers without plain attention, which cannot be split: serve a "
-                "model whose layers all have full attention."
-            )
         reserved = self._reserved_bytes(configs, runners, progress)
         budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)

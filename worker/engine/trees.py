@@ -28,6 +28,7 @@ from worker.engine.startup_cache import StartupMeasurements
 from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
+from worker.engine.weights.model_proof import can_prove, compare, logits_of
 from worker.engine.weights.part_finder import find_part
 from worker.engine.weights.part_store import StoredPart
 from worker.engine.weights.ring import LoanRing
@@ -200,6 +201,7 @@ class TreeBuilder:
         fused = sum(fuse_rope(made[key][key.mode], self.configs[key]) for key in self.keys)
         for key in wider:
             self._add_sp(made[key], key, replica, alone)
+        self._prove_logits(made)
         log.info("trees_proved", layers=self._proved, fused_attentions=fused)
         return made
 
@@ -247,11 +249,7 @@ class TreeBuilder:
         )
         whole = self.communicators.of_width(key.width)
         if self.spec.parts == 1 or self.borrows:
-            try:
-                tree = build_sp_tree(alone, tp_tree, plan, whole.group, config)
-            except ViewError as error:
-                log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
-                return
+            tree = build_sp_tree(alone, tp_tree, plan, whole.group, config)
             # Mixed shapes stay whole: their reductions would run beside their exchanges.
             if self.spec.borrow != "all" or self.spec.parts == 1:
                 # A product of a loan cannot be computed in several calls.
@@ -279,6 +277,27 @@ class TreeBuilder:
             self._prove_exchange(tree)
             self._require_views(str(mixed), tree, replica)
             trees[mixed] = tree
+
+    def _prove_logits(self, made: Trees) -> None:
+        """Prove that every tree computes the replica's logits; a collective of all groups.
+
+        Ranks that hold parts of the weights have no replica, and one that joins has no group yet.
+        """
+        first, *wider = self.keys
+        if self.spec.parts > 1 or self.communicators.rehearses or not can_prove(self.base):
+            return
+        if not wider or first.width > 1:
+            return
+        activate(self.communicators.of_width(1))
+        replica, dtype = made[first][first.mode], self.base.model_config.dtype
+        wanted = logits_of("the model", replica, replica, self.configs[first], self.device)
+        for key in wider:
+            activate(self.communicators.of_width(key.width))
+            attending = made[key][Mode.TP]
+            for mode, tree in made[key].items():
+                name = f"the tree of {mode} {key.width} wide"
+                logits = logits_of(name, tree, attending, self.configs[key], self.device)
+                compare(name, logits, wanted, dtype)
 
     def _prove_exchange(self, tree: SequenceParallel) -> None:
         # A rank that joins serving ones has nobody to exchange with; these proved it at start-up.

@@ -54,12 +54,12 @@ def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from worker.engine.sequence_parallel.exchange import Exchange
-    from worker.engine.sequence_parallel.tree import MixedParallel
+    from worker.engine.sequence_parallel.tree import MixedParallel, Shells
 
     reducing, whole, group = object(), object(), Alone()
     found: list[Any] = []
 
-    class Shells(nn.Module):  # type: ignore[misc]
+    class Root(nn.Module):  # type: ignore[misc]
         def forward(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
             found.append(parallel_state._TP)
             if fails:
@@ -75,7 +75,9 @@ def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
     monkeypatch.setattr(parallel_state, "_EP", None)
     alone: Any = group
     exchange = Exchange(HeadExchange(4, 4, 1), alone)
-    tree = MixedParallel(Shells(), nn.Identity(), exchange, across, all_four)
+    tree = MixedParallel(
+        Shells(Root(), around_products=True), nn.Identity(), exchange, across, all_four
+    )
     ids = torch.arange(3)
     if fails:
         with pytest.raises(ValueError, match="a layer failed"):
@@ -103,7 +105,7 @@ class CustomAllReduce:
 def test_graphs_of_a_mixed_tree_are_captured_within_the_group_that_reduces() -> None:
     """Otherwise its custom all-reduces read addresses that nobody has written."""
     from worker.engine.sequence_parallel.exchange import Exchange
-    from worker.engine.sequence_parallel.tree import MixedParallel, capturing
+    from worker.engine.sequence_parallel.tree import MixedParallel, Shells, capturing
 
     alone: Any = Alone()
     exchange = Exchange(HeadExchange(4, 4, 1), alone)
@@ -113,7 +115,8 @@ def test_graphs_of_a_mixed_tree_are_captured_within_the_group_that_reduces() -> 
         plane = SimpleNamespace(ca_comm=custom) if custom is not None else None
         group: Any = SimpleNamespace(device_communicator=plane)
         reducing = Communicator(ranks, group, 0.0, 0)
-        return MixedParallel(nn.Identity(), nn.Identity(), exchange, reducing, reducing)
+        shells = Shells(nn.Identity(), around_products=True)
+        return MixedParallel(shells, nn.Identity(), exchange, reducing, reducing)
 
     custom, off = CustomAllReduce(disabled=False), CustomAllReduce(disabled=True)
     for tree in (mixed(custom), mixed(off), mixed(None), nn.Identity()):

@@ -3,14 +3,17 @@
 Ulysses sequence parallelism (Shift Parallelism, section 3.2): each rank computes its share of the
 tokens with the replica's full weights; around attention the ranks exchange tokens for heads. The
 tree consists of shallow copies ("shells") of the modules above attention, the replica's modules
-elsewhere, and the tp tree's attention with its KV. Each rank's part of shard-major rows is a plain
-column range. A mixed tree (section 3.3.1) does the same over one part of the weights, in the group
-of ranks with this part; ranks with the same tokens reduce.
+elsewhere, and the tp tree's attention with its KV (attention.py says where they exchange). Each
+rank's part of shard-major rows is a plain column range. A mixed tree (section 3.3.1) does the same
+over one part of the weights, in the group of ranks with this part; ranks with the same tokens
+reduce.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MethodType
 
 import torch
 from torch import nn
@@ -18,53 +21,28 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
 from comm_pool.pool import Communicator, activate
+from worker.engine.sequence_parallel.attention import (
+    ExchangedAttention,
+    ExchangedOutput,
+    ExchangedQKV,
+    qkv_and_output,
+)
 from worker.engine.sequence_parallel.exchange import Exchange
-from worker.engine.weights.layers import ShardMajorQKV, ViewedRow, ViewError
 from worker.engine.weights.moe import experts_shell
-
-
-class ExchangedQKV(nn.Module):
-    """Computes all heads of the weights on this rank's tokens, then exchanges them."""
-
-    def __init__(self, full: ShardMajorQKV, own: ShardMajorQKV, exchange: Exchange) -> None:
-        """`own` is the tp tree's layer: it knows the order in which attention expects the heads."""
-        super().__init__()
-        self.full = full
-        # In a tuple, so that its views are not registered as parameters of this tree too.
-        self._own = (own,)
-        self._exchange = exchange
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """(share, hidden) -> (T, [q | k | v]) of this rank's heads."""
-        rows = self._exchange.computed_to_heads(lambda part: self.full.stored(part)[0], input_)
-        return self._own[0].ordered(rows), None
-
-
-class ExchangedOutput(nn.Module):
-    """Gets all heads of this rank's tokens, then runs o_proj; full weights need no reduction."""
-
-    def __init__(self, full: ViewedRow, exchange: Exchange) -> None:
-        super().__init__()
-        self.full = full
-        self._exchange = exchange
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter | None]:
-        """(T, own heads) -> (share, hidden)."""
-        out = self._exchange.computed_on_tokens(lambda part: self.full(part)[0], input_)
-        return out, self.full.bias if self.full.skip_bias_add else None
 
 
 class SequenceParallel(nn.Module):
     """Replaces a group's tp tree for one step: same inputs, same outputs."""
 
-    def __init__(self, shells: nn.Module, tp_tree: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, shells: "Shells", tp_tree: nn.Module, exchange: Exchange) -> None:
         super().__init__()
-        self.shells = shells
+        self.shells = shells.root
+        self._shares_positions = not shells.around_products
         self.exchange = exchange
         # In a tuple, so that it is not registered as a child.
         self._tp = (tp_tree,)
@@ -78,7 +56,7 @@ class SequenceParallel(nn.Module):
     ) -> torch.Tensor:
         """Token ids and positions (T,) -> hidden states (T, hidden) of all tokens.
 
-        RoPE follows the exchange, so it needs the positions of all tokens.
+        Where RoPE follows the exchange, it needs the positions of all tokens.
         """
         assert intermediate_tensors is None, "there are no pipeline stages."
         given = positions if input_ids is None else input_ids
@@ -86,7 +64,7 @@ class SequenceParallel(nn.Module):
         exchange.tokens = given.shape[0]
         hidden = self.shells(
             input_ids if input_ids is None else exchange.own_tokens(input_ids),
-            positions,
+            exchange.own_tokens(positions) if self._shares_positions else positions,
             None,
             inputs_embeds if inputs_embeds is None else exchange.own_tokens(inputs_embeds),
         )
@@ -111,7 +89,7 @@ class MixedParallel(SequenceParallel):
 
     def __init__(
         self,
-        shells: nn.Module,
+        shells: "Shells",
         tp_tree: nn.Module,
         exchange: Exchange,
         reducing: Communicator,
@@ -168,8 +146,7 @@ def build_sp_tree(
 ) -> SequenceParallel:
     """Build the sp tree beside a tp tree of the same width; it owns no tensor.
 
-    `config` is the tp tree's; vLLM looks modules up in it by name during a step. Raises `ViewError`
-    for attention layers that do not go from one qkv layer to one o_proj.
+    `config` is the tp tree's; vLLM looks modules up in it by name during a step.
     """
     exchange = Exchange(plan, group)
     shells = _shells(replica, tp_tree, exchange, config, Mode.SP)
@@ -197,22 +174,33 @@ def build_mixed_tree(
     return MixedParallel(shells, tp_tree, exchange, reducing, whole).eval()
 
 
+@dataclass(frozen=True, slots=True)
+class Shells:
+    """Shells of all modules of a tree above attention."""
+
+    root: nn.Module
+    around_products: bool
+    """Whether tokens are exchanged around qkv and o_proj, else around attention alone."""
+
+
 def _shells(
     root: nn.Module, tp_tree: nn.Module, exchange: Exchange, config: VllmConfig, mode: str
-) -> nn.Module:
+) -> Shells:
     """Return shells of all modules of `root` above attention, for this mode of a step."""
     context = config.compilation_config.static_forward_context
     made: dict[int, nn.Module] = {}
+    around_products = _exchanges_around_products(tp_tree)
 
     def shell_of(full: nn.Module, own: nn.Module) -> nn.Module:
         if isinstance(full, MoERunner):
             return experts_shell(full, context, mode)
+        if isinstance(own, Attention):
+            return ExchangedAttention(own, exchange)
         if not _is_on_the_way(full):
             return full
         if id(full) in made:
             return made[id(full)]
-        is_attention = any(isinstance(child, Attention) for child in full.children())
-        if is_attention:
+        if around_products and any(isinstance(child, Attention) for child in full.children()):
             made[id(full)] = shell = _attention_shell(full, own, exchange)
             return shell
         made[id(full)] = shell = _shell(full)
@@ -220,13 +208,33 @@ def _shells(
             shell._modules[name] = shell_of(child, own.get_submodule(name))
         return shell
 
-    return shell_of(root, tp_tree)
+    return Shells(shell_of(root, tp_tree), around_products)
+
+
+def _exchanges_around_products(tp_tree: nn.Module) -> bool:
+    """Return whether all tokens are present only between qkv and o_proj, and their positions too.
+
+    Learned positions are looked up outside of attention, where a rank has a share.
+    """
+    modules = list(tp_tree.modules())
+    has_tables = any(
+        isinstance(each, nn.Embedding) and not isinstance(each, VocabParallelEmbedding)
+        for each in modules
+    )
+    return not has_tables and all(
+        qkv_and_output(module) is not None
+        for module in modules
+        if any(isinstance(child, Attention) for child in module.children())
+    )
 
 
 def _shell(module: nn.Module) -> nn.Module:
     """Return a shallow copy whose children can be replaced without changing the original's."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
+    for name, value in list(vars(shell).items()):
+        if isinstance(value, MethodType) and value.__self__ is module:
+            setattr(shell, name, MethodType(value.__func__, shell))
     return shell
 
 
@@ -237,20 +245,11 @@ def _is_on_the_way(module: nn.Module) -> bool:
 
 def _attention_shell(full: nn.Module, own: nn.Module, exchange: Exchange) -> nn.Module:
     """Put the tp tree's attention layer, with this rank's heads and KV, between the exchanges."""
-    shell = _shell(own)
-    kinds: list[tuple[type[LinearBase], Callable[[str], nn.Module]]] = [
-        (
-            ShardMajorQKV,
-            lambda name: ExchangedQKV(full.get_submodule(name), own.get_submodule(name), exchange),
-        ),
-        (ViewedRow, lambda name: ExchangedOutput(full.get_submodule(name), exchange)),
-    ]
-    for kind, make in kinds:
-        names = [name for name, child in own.named_children() if isinstance(child, kind)]
-        if len(names) != 1:
-            raise ViewError(
-                f"a {type(own).__name__} has {len(names)} layers of the kind "
-                f"{kind.__name__}, so it cannot be computed in sp."
-            )
-        shell._modules[names[0]] = make(names[0])
+    names = qkv_and_output(own)
+    assert names is not None, "it was looked at before."
+    shell, (qkv, output) = _shell(own), names
+    shell._modules[qkv] = ExchangedQKV(full.get_submodule(qkv), own.get_submodule(qkv), exchange)
+    shell._modules[output] = ExchangedOutput(
+        full.get_submodule(output), own.get_submodule(output), exchange
+    )
     return shell

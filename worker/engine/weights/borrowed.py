@@ -145,22 +145,22 @@ class BorrowedQKV(BorrowedModule):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(T, hidden) -> (T, [q | k | v])."""
-        return self._whole[0].ordered(self.stored(input_)[0]), None
+        return self._whole[0].ordered(self.stored(input_)), None
 
     def compute(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BorrowedModule`."""
         return part.stored(*args, **kwargs)
 
-    def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def stored(self, input_: torch.Tensor) -> torch.Tensor:
         """(T, hidden) -> (T, S·[q k v]): rows in stored order."""
         rows: torch.Tensor | None = None
         for number, place in enumerate(self._places):
-            computed = self.computed(number, input_)[0]
+            computed = self.computed(number, input_)
             if rows is None:
                 rows = computed.new_empty((len(computed), len(self.parts), computed.shape[-1]))
             rows[:, place.part] = computed
         assert rows is not None
-        return rows.flatten(1), None
+        return rows.flatten(1)
 
 
 class BorrowedOutput(BorrowedModule):

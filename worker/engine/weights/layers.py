@@ -1,27 +1,31 @@
-"""vLLM adapter: shard-major fused linear layers, plugged in through vLLM's own layer registry.
+"""vLLM adapter: linear layers whose weights ranks view, plugged in through vLLM's layer registry.
 
 A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S
 shards, so the rows of any tp rank up to width S are one contiguous range (Flying Serving's Model
 Weights Manager, with one storage order instead of one GEMM per slice). A tree with n = S/k shards
-restores natural order: qkv by one reorder of its output, gate_up by a free view, because
-silu-and-mul is row-wise on (tokens·n, 2I/n). With fewer KV heads than shards, neighbouring shards
-hold copies of one, because each rank's rows must be one range (docs/adr/0016).
+restores natural order by one reorder of the output. It leaves a gate_up out whose activation is
+row-wise on (tokens·n, 2I/n): there a view is free (`worker/engine/weights/gated.py`). With fewer KV
+heads than shards, neighbouring shards hold copies of one, because each rank's rows must be one
+range (docs/adr/0016). Layers that are not fused need no order: a rank's share is a range already.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -30,7 +34,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
-from coordinator.protocol.model_support import FAMILIES
+Output: TypeAlias = "torch.Tensor | tuple[torch.Tensor, Parameter | None]"
+"""What a linear layer gives: its rows, and beside them a bias to add if the model asks for one."""
 
 
 class ViewError(ValueError):
@@ -64,6 +69,10 @@ class ShardPlan:
     def of_attention(self) -> "ShardPlan":
         """Return the plan of this tree's layers of attention."""
         return replace(self, width=1) if self.attention_whole else self
+
+    def of_layer(self, arguments: Mapping[str, object]) -> "ShardPlan":
+        """Return the plan of a layer with these arguments: every rank may have all of it."""
+        return replace(self, width=1) if arguments.get("disable_tp") else self
 
 
 _plan: ContextVar[ShardPlan | None] = ContextVar("shard_plan", default=None)
@@ -101,12 +110,15 @@ def _parent(prefix: str) -> str:
 def restore_natural_order(
     out: torch.Tensor, held: int, sizes: tuple[int, ...], copies: int = 1
 ) -> torch.Tensor:
-    """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths.
+    """(…, held·[q k v]) -> (…, [all q | all k | all v]); `sizes` are one shard's widths.
 
     Of `copies` neighbouring shards with equal k and v, it takes those of the first.
     """
     if held == 1:
         return out
+    if out.dim() != 2:
+        flat = restore_natural_order(out.flatten(0, -2), held, sizes, copies)
+        return flat.unflatten(0, out.shape[:-1])
     if out.is_cuda and copies == 1 and len(sizes) == 3 and sizes[1] == sizes[2]:
         from worker.engine.weights.reorder import reorder_qkv
 
@@ -186,6 +198,11 @@ def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], c
         param.data[part::count].copy_(scale)
 
 
+def with_rows(out: Output, change: Callable[[torch.Tensor], torch.Tensor]) -> Output:
+    """Change the rows that a layer gives, in whichever form it gives them."""
+    return (change(out[0]), out[1]) if isinstance(out, tuple) else change(out)
+
+
 @QKVParallelLinear.register_oot
 class ShardMajorQKV(QKVParallelLinear):
     """qkv stored shard-major; its output is in natural order [q | k | v] of the tree's heads.
@@ -195,10 +212,11 @@ class ShardMajorQKV(QKVParallelLinear):
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.plan = plan = (_plan.get() or _NATURAL).of_attention()
+        plan = (_plan.get() or _NATURAL).of_attention()
         if plan.attention_whole:
             kwargs["disable_tp"] = True
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
+        self.plan = plan = plan.of_layer(given.arguments)
         kv_heads = given.arguments.get("total_num_kv_heads") or given.arguments["total_num_heads"]
         if not plan.unviewed:
             given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
@@ -215,6 +233,11 @@ class ShardMajorQKV(QKVParallelLinear):
             self.num_kv_heads * self.head_size // held,
             self.num_kv_heads * self.v_head_size // held,
         )
+        # Models that split the output by these sizes see each head once.
+        self.output_sizes: list[int] = [
+            size // (self.kv_copies if number else 1)
+            for number, size in enumerate(self.output_sizes)
+        ]
         spread_scales(self, self.shard_sizes, held)
         self.reorders = True
 
@@ -252,15 +275,14 @@ class ShardMajorQKV(QKVParallelLinear):
         own = own_shards(loaded_weight, self.plan, self.tp_rank)
         scatter_shards(param, own, self.plan.held, sum(sizes[:index]), sizes[index])
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T, hidden) -> (T, [q | k | v]), or (T, n·[q k v]) with `reorders` off."""
-        out, bias = self.stored(input_)
-        return self.ordered(out), bias
+    def forward(self, input_: torch.Tensor) -> Output:
+        """(…, hidden) -> (…, [q | k | v]), or (…, n·[q k v]) with `reorders` off."""
+        return with_rows(super().forward(input_), self.ordered)
 
-    def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T, hidden) -> (T, n·[q k v]): rows in stored order."""
-        out: tuple[torch.Tensor, Parameter | None] = super().forward(input_)
-        return out
+    def stored(self, input_: torch.Tensor) -> torch.Tensor:
+        """(…, hidden) -> (…, n·[q k v]): rows in stored order."""
+        out: Output = super().forward(input_)
+        return out[0] if isinstance(out, tuple) else out
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """Reorder this tree's stored rows as later layers expect them."""
@@ -270,26 +292,35 @@ class ShardMajorQKV(QKVParallelLinear):
 
 
 @MergedColumnParallelLinear.register_oot
-class ShardMajorGateUp(MergedColumnParallelLinear):
-    """gate_up stored shard-major; its output is viewed as (T·n, 2I/n) for a row-wise activation."""
+class ShardMajorMerged(MergedColumnParallelLinear):
+    """Fused column-parallel layers, stored shard-major; the output is in natural order.
+
+    With `row_wise` on, the output is a view of the stored order, for an activation that treats
+    each row [gate | up] on its own; `ViewedRow` undoes the view.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        plan = _plan.get()
-        if plan is not None and not self.prefix.endswith("gate_up_proj"):
+        if self.gather_output and self.tp_size > 1:
             raise ViewError(
-                f"layer {self.prefix} is a fused layer that is not known to be followed by a "
-                f"row-wise activation: serve a model of the {FAMILIES} family."
+                f"layer {self.prefix} gathers the output of fused layers, which have another order "
+                "in each rank: use --widths 1."
             )
-        self.plan = plan or _NATURAL
-        self.unviewed = self.plan.unviewed
+        plan = _plan.get() or _NATURAL
+        self.plan = plan = plan.of_layer({"disable_tp": self.disable_tp})
+        self.unviewed = plan.unviewed
         if (gated := _gated.get()) is not None:
             gated.add(_parent(self.prefix))
         self._cpu_skip_gemm_dispatch = True
-        self.shard_sizes = tuple(
-            size // self.plan.width // self.plan.held for size in self.output_sizes
-        )
+        for size in self.output_sizes:
+            if not plan.unviewed and size % plan.shards:
+                raise ViewError(
+                    f"layer {self.prefix} has a part of {size} rows, which width {plan.shards} "
+                    "does not divide: use smaller --widths."
+                )
+        self.shard_sizes = tuple(size // self.plan.shards for size in self.output_sizes)
         spread_scales(self, self.shard_sizes, self.plan.held)
+        self.row_wise = False
 
     def weight_loader_v2(
         self,
@@ -331,15 +362,41 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         own = own_shards(loaded_weight, self.plan, self.tp_rank)
         scatter_shards(param, own, self.plan.held, start, sizes[loaded_shard_id])
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T, hidden) -> (T·n, [gate | up] of one shard)."""
-        out, bias = super().forward(input_)
-        return out.view(out.shape[0] * self.plan.held, -1), bias
+    def forward(self, input_: torch.Tensor) -> Output:
+        """(…, T, hidden) -> (…, T, [gate | up]), or (…, T·n, [gate | up] of one shard)."""
+        return with_rows(super().forward(input_), self._ordered)
+
+    def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        held = self.plan.held
+        if self.row_wise:
+            *outer, tokens, _ = rows.shape
+            return rows.view(*outer, tokens * held, -1)
+        return restore_natural_order(rows, held, self.shard_sizes)
+
+
+@ColumnParallelLinear.register_oot
+class ViewedColumn(ColumnParallelLinear):
+    """A column-parallel layer that stands alone: a rank's share is one range of its rows."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.unviewed = builds_unviewed()
+        self._cpu_skip_gemm_dispatch = True
+
+
+@ReplicatedLinear.register_oot
+class ViewedReplicated(ReplicatedLinear):
+    """A layer that every rank computes with in full."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.unviewed = builds_unviewed()
+        self._cpu_skip_gemm_dispatch = True
 
 
 @RowParallelLinear.register_oot
 class ViewedRow(RowParallelLinear):
-    """A row-parallel layer that undoes `ShardMajorGateUp`'s view before its GEMM."""
+    """A row-parallel layer that undoes `ShardMajorMerged`'s view before its GEMM."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         plan, gated = _plan.get(), _gated.get() or ()
@@ -349,12 +406,14 @@ class ViewedRow(RowParallelLinear):
         self.unviewed = builds_unviewed()
         self._cpu_skip_gemm_dispatch = True
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T·n, in/n) or (T, in) -> (T, out)."""
-        if self.unviewed:
-            # One shard has its rows already, and may have them quantized by the activation.
-            return super().forward(input_)
-        return super().forward(input_.reshape(-1, self.input_size_per_partition))
+    def forward(self, input_: torch.Tensor) -> Output:
+        """(…, T·n, in/n) or (…, T, in) -> (…, T, out)."""
+        size = self.input_size_per_partition
+        # One shard has its rows already, and may have them quantized by the activation.
+        if not self.unviewed and self.input_is_parallel and input_.shape[-1] != size:
+            input_ = input_.reshape(*input_.shape[:-2], -1, size)
+        out: Output = super().forward(input_)
+        return out
 
 
 def _prefix_of(kwargs: dict[str, object]) -> str:
@@ -405,6 +464,6 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
-for _ours in (ShardMajorQKV, ShardMajorGateUp, ViewedRow):
+for _ours in (ShardMajorQKV, ShardMajorMerged, ViewedColumn, ViewedReplicated, ViewedRow):
     # compressed-tensors checkpoints select layers by whether their class name contains "Linear".
     _ours.__name__ += "Linear"

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.platforms import current_platform
 
 from coordinator.protocol.model_support import experts_refusal
 from worker.engine.weights.layers import ViewError, builds_unviewed, own_range
@@ -108,16 +109,34 @@ def is_shared(module: nn.Module) -> bool:
 
 def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
     """Make a rank's experts views of the replica's, or of the part that contains them."""
+    if own._parameters.get("w13_bias") is not None and current_platform.is_cpu():
+        # vLLM's kernel ends the process.
+        raise ViewError(
+            f"layer {name} has experts with biases, of which vLLM's CPU kernel computes all or "
+            "none: use --widths 1, or serve on CUDA."
+        )
     for param_name, param in list(own._parameters.items()):
         if param is None:
             continue
-        view = own_range(full._parameters[param_name].data, 0, width, rank, own.local_num_experts)
-        if len(view) != own.local_num_experts:
+        view = full._parameters[param_name].data
+        if view.shape != param.shape:
+            view = own_range(view, 0, width, rank, own.local_num_experts)
+        if view.shape != param.shape:
             raise ViewError(
                 f"{name}.{param_name} is not one range of whole experts in width {width}: leave "
                 "this width out of --widths, and please report it."
             )
-        own._parameters[param_name] = nn.Parameter(view, requires_grad=False)
+        own._parameters[param_name] = made = nn.Parameter(view, requires_grad=False)
+        _give_kernel(own, param, made)
+
+
+def _give_kernel(experts: RoutedExperts, old: nn.Parameter, view: nn.Parameter) -> None:
+    """Replace a parameter that the experts' kernel has been built with, such as their biases."""
+    described = getattr(experts.quant_method, "moe_quant_config", None)
+    for each in vars(described).values() if described is not None else ():
+        for name, value in list(vars(each).items()) if hasattr(each, "__dict__") else ():
+            if value is old:
+                setattr(each, name, view)
 
 
 @contextmanager

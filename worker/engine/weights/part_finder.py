@@ -27,6 +27,7 @@ from worker.engine.weights.fp8 import (
     is_quantized,
     kernel_of,
 )
+from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.moe import is_moe, real_expert_maps
@@ -61,6 +62,7 @@ def find_part(
     tree = _tree_without_weights(config, plan)
     _bind(tree, manifest, own, rest)
     check_viewable(tree)
+    view_gated(tree)
     return tree.eval(), StoredPart(manifest, own)
 
 

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError
 
 ALIGNMENT_BYTES = 256
 """Alignment of each tensor: what kernels and the copy engine want."""
@@ -135,7 +135,7 @@ def units_of(part: nn.Module) -> Iterator[Unit]:
         if inside and name.startswith(inside):
             continue
         parted = {path: child for path, child in module.named_children() if is_parted(child)}
-        if any(isinstance(child, ShardMajorGateUp) for child in parted.values()):
+        if any(isinstance(child, ShardMajorMerged) for child in parted.values()):
             inside = f"{name}."
             yield Unit(name, UnitKind.FEED_FORWARD, parted)
         elif is_parted(module):

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from coordinator.protocol.model_support import FAMILIES
 from worker.engine.weights.fp8 import is_quantized, kernel_of
 from worker.engine.weights.layers import (
-    ShardMajorGateUp,
+    ShardMajorMerged,
     ShardMajorQKV,
     ViewError,
     is_unviewed,
@@ -86,8 +85,10 @@ def prove_tree(
                 inner_width, inner_shards = held, shards
             else:
                 # Of some layers a rank may hold a part, and of others all.
-                inner_width = 1 if tree is replica else width // source.tp_size
-                inner_shards = shards // source.tp_size
+                inner_width, inner_shards = 1, shards
+                if not isinstance(layer, ReplicatedLinear):
+                    inner_width = layer.tp_size // source.tp_size
+                    inner_shards = shards // source.tp_size
             _prove_layer(
                 name,
                 layer,
@@ -100,8 +101,8 @@ def prove_tree(
             proved.add(kind)
     if not proved:
         raise ViewError(
-            f"the model has no layer that the self-test knows: serve a model of the {FAMILIES} "
-            "family."
+            "the model has none of vLLM's parallel layers, so ranks cannot share its weights: "
+            "serve a model that vLLM computes in tp."
         )
     if tree is replica:
         return len(proved)
@@ -216,10 +217,10 @@ def column_error(out: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def _run(layer: nn.Module, x: torch.Tensor, held: int) -> torch.Tensor:
     """(T, K) -> (T, N) in natural order, through the layer's own path up to its all-reduce."""
-    if isinstance(layer, (ShardMajorQKV, ShardMajorGateUp)):
+    if isinstance(layer, (ShardMajorQKV, ShardMajorMerged)):
         result = layer(x)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        if isinstance(layer, ShardMajorGateUp):
+        if isinstance(layer, ShardMajorMerged) and layer.row_wise:
             # (T·n, [gate | up] of one shard), as its activation expects.
             parts = len(layer.output_sizes)
             out = out.reshape(x.shape[0], held, parts, -1).transpose(1, 2).reshape(x.shape[0], -1)
@@ -243,7 +244,7 @@ def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Ten
         return torch.arange(source.output_size)
     if isinstance(source, ShardMajorQKV):
         return stored_rows(source.output_partition_sizes, shards, width, rank, source.stored_copies)
-    if isinstance(source, ShardMajorGateUp):
+    if isinstance(source, ShardMajorMerged):
         return stored_rows(source.output_partition_sizes, shards, width, rank)
     count = source.weight.shape[0]
     return torch.arange(rank * count // width, (rank + 1) * count // width)
@@ -303,6 +304,6 @@ def _copies(
 
 def _bias_of(source: nn.Module, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     """Return the fp32 bias of these rows, for the layers that `_run` runs with their bias."""
-    if not isinstance(source, (ShardMajorQKV, ShardMajorGateUp)) or source.bias is None:
+    if not isinstance(source, (ShardMajorQKV, ShardMajorMerged)) or source.bias is None:
         return None
     return source.bias.data.float().index_select(0, rows.to(device))

@@ -6,7 +6,7 @@ Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte
 replica, and `worker.engine.weights.selftest` that it computes what a copy of its share would.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -32,12 +32,15 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
-from coordinator.protocol.model_support import FAMILIES, SLIDING_WINDOW, inner_refusal
+from coordinator.protocol.model_support import inner_refusal
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
+from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import (
-    ShardMajorGateUp,
+    ShardMajorMerged,
     ShardMajorQKV,
     ShardPlan,
+    ViewedColumn,
+    ViewedReplicated,
     ViewedRow,
     ViewError,
     building,
@@ -55,7 +58,7 @@ from worker.engine.weights.moe import (
     real_expert_maps,
 )
 
-VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
+VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorMerged, ViewedColumn, ViewedReplicated, ViewedRow)
 
 
 def load_replica(
@@ -73,6 +76,7 @@ def load_replica(
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
+    view_gated(model)
     return model
 
 
@@ -130,8 +134,8 @@ def check_viewable(model: nn.Module) -> None:
             continue
         if isinstance(module, LinearBase) and not isinstance(module, VIEWABLE_LINEARS):
             raise ViewError(
-                f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
-                f"serve a model of the {FAMILIES} family."
+                f"layer {name} is a {type(module).__name__}, whose weights ranks do not know how "
+                "to share: serve a model of vLLM's plain parallel layers, or use --widths 1."
             )
         if is_quantized(module) and not is_unviewed(module):
             check_quantized(name, module)
@@ -152,8 +156,6 @@ def check_viewable(model: nn.Module) -> None:
                 f"layer {name} is {module.attn_type}, not decoder attention: serve a decoder-only "
                 "model."
             )
-        if isinstance(module, Attention) and getattr(module, "sliding_window", None) is not None:
-            raise ViewError(f"layer {name}: {SLIDING_WINDOW}")
 
 
 def build_tp_tree(
@@ -161,13 +163,21 @@ def build_tp_tree(
 ) -> nn.Module:
     """Build one more tree of the model class for a tp rank of vLLM's active tp group."""
     model_config = config.model_config
-    with (
-        building(ShardPlan(shards, width)),
-        real_expert_maps(next(replica.parameters()).device),
-        set_default_torch_dtype(model_config.dtype),
-        torch.device("meta"),
-    ):
-        tree = initialize_model(vllm_config=config, model_config=model_config)
+    try:
+        with (
+            building(ShardPlan(shards, width)),
+            real_expert_maps(next(replica.parameters()).device),
+            set_default_torch_dtype(model_config.dtype),
+            torch.device("meta"),
+        ):
+            tree = initialize_model(vllm_config=config, model_config=model_config)
+    except ViewError:
+        raise
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ViewError(
+            f"vLLM cannot build the model for a rank of width {width} ({error}): leave this width "
+            "out of --widths."
+        ) from error
     loaded = _set_aside(tree, replica)
     adopt_methods(tree, replica)
     # The replica already holds experts in their kernel's order.
@@ -204,7 +214,20 @@ def _set_aside(tree: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, str
 
 def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
     sources = dict(replica.named_modules(remove_duplicate=False))
-    for name, module in list(tree.named_modules(remove_duplicate=False)):
+    kernels = [
+        (name, module) for name, module in tree.named_modules() if isinstance(module, Attention)
+    ]
+    per_head = {
+        id(value)
+        for _, attention in kernels
+        for value in vars(attention.impl).values()
+        if isinstance(value, nn.Parameter)
+    }
+    built = [
+        (name, module, dict(module._parameters))
+        for name, module in tree.named_modules(remove_duplicate=False)
+    ]
+    for name, module, _ in built:
         source = sources[name]
         if _is_taken_over(source):
             continue  # Its parent uses the replica's module instead.
@@ -215,20 +238,90 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
         if isinstance(module, RoutedExperts):
             bind_experts(name, module, source, width, rank)
             continue
+        if isinstance(module, ShardMajorMerged):
+            module.row_wise = source.row_wise
         adopt_meta(module, source)
         if is_quantized(source):
             bind_quantized(name, module, source, width, rank)
             continue
-        for param_name, param in module._parameters.items():
-            if param is None or not param.is_meta:
-                continue
+        _add_loaded(name, module, source)
+        _bind_parameters(name, module, source, width, rank, per_head)
+    views: dict[int, torch.Tensor] = {}
+    bound = dict(tree.named_modules(remove_duplicate=False))
+    for name, _, parameters in built:
+        now = bound[name]._parameters
+        views |= {id(old): now[key] for key, old in parameters.items() if now.get(key) is not None}
+    for module in tree.modules():
+        _bind_helpers(module, views)
+    for name, attention in kernels:
+        _check_kernel(name, attention)
+
+
+def _bind_parameters(
+    name: str,
+    module: nn.Module,
+    source: nn.Module,
+    width: int,
+    rank: int,
+    per_head: Collection[int],
+) -> None:
+    """Give a module views in place of its parameters.
+
+    `per_head` are the parameters that attention's kernels read, whose heads a rank has a share of.
+    """
+    for param_name, param in module._parameters.items():
+        if param is None:
+            continue
+        if id(param) in per_head:
+            view = own_range(source._parameters[param_name].data, 0, width, rank, len(param))
+        else:
             view = _shard(module, param_name, source, width, rank)
-            if view.shape != param.shape:
-                raise ViewError(
-                    f"{name}.{param_name} has shape {tuple(view.shape)} as a view, but width "
-                    f"{width} needs {tuple(param.shape)}: use smaller --widths."
-                )
-            module._parameters[param_name] = nn.Parameter(view, requires_grad=False)
+        if view.shape != param.shape:
+            raise ViewError(
+                f"{name}.{param_name} has shape {tuple(view.shape)} as a view, but width "
+                f"{width} needs {tuple(param.shape)}: use smaller --widths."
+            )
+        module._parameters[param_name] = nn.Parameter(view, requires_grad=False)
+
+
+def _add_loaded(name: str, module: nn.Module, source: nn.Module) -> None:
+    """Add parameters that a loader creates only when a checkpoint has them, such as a head's bias.
+
+    A tree on meta loads nothing, so it would compute without them.
+    """
+    for param_name, param in source._parameters.items():
+        if param is None or module._parameters.get(param_name) is not None:
+            continue
+        if not isinstance(module, VocabParallelEmbedding):
+            raise ViewError(
+                f"{name}.{param_name} was created while the checkpoint was read, and ranks do not "
+                "know how to share it: use --widths 1."
+            )
+        shape = (module.num_embeddings_per_partition, *param.shape[1:])
+        empty = torch.empty(shape, dtype=param.dtype, device="meta")
+        module._parameters[param_name] = nn.Parameter(empty, requires_grad=False)
+
+
+def _bind_helpers(module: nn.Module, views: Mapping[int, torch.Tensor]) -> None:
+    """Give vLLM's helpers of a module, such as routers, the views of parameters that they hold."""
+    for helper in list(vars(module).values()):
+        if isinstance(helper, (torch.Tensor, nn.Module, type)):
+            continue
+        if not type(helper).__module__.startswith("vllm."):
+            continue
+        for attribute, value in list(getattr(helper, "__dict__", {}).items()):
+            if isinstance(value, torch.Tensor) and (view := views.get(id(value))) is not None:
+                setattr(helper, attribute, view)
+
+
+def _check_kernel(name: str, attention: Attention) -> None:
+    """Refuse attention whose kernel computes with numbers that were never loaded."""
+    for attribute, value in vars(attention.impl).items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ViewError(
+                f"layer {name} attends with numbers of its own per head ({attribute}), which ranks "
+                "do not know how to share: use --widths 1."
+            )
 
 
 def _is_taken_over(source: nn.Module) -> bool:
@@ -245,19 +338,56 @@ def _shard(
         return own_range(full, 0, width, rank, module.num_embeddings_per_partition)
     if isinstance(module, ColumnParallelLinear):
         return own_range(full, 0, width, rank, module.output_size_per_partition)
-    if isinstance(module, RowParallelLinear) and param_name == "weight":
+    if isinstance(module, RowParallelLinear):
+        if param_name != "weight":
+            return full
         return own_range(full, 1, width, rank, module.input_size_per_partition)
-    return full
+    return loaded_range(module._parameters[param_name], full)
+
+
+def loaded_range(param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """View the range of a tensor that a rank's own loader would copy into its parameter.
+
+    A tensor of the same shape is returned unchanged, and so is one without such a range, which the
+    caller refuses.
+    """
+    dims = [
+        dim
+        for dim, (own, size) in enumerate(zip(param.shape, full.shape, strict=False))
+        if own != size
+    ]
+    loader = getattr(param, "weight_loader", None)
+    if len(dims) != 1 or param.dim() != full.dim() or loader is None:
+        return full
+    loaded = nn.Parameter(torch.empty(param.shape, dtype=full.dtype, device=full.device))
+    loaded.requires_grad_(requires_grad=False)
+    vars(loaded).update(vars(param))
+    loader(loaded, full)
+    size = param.shape[dims[0]]
+    starts = range(0, full.shape[dims[0]] - size + 1, size)
+    ranges = (full.narrow(dims[0], start, size) for start in starts)
+    return next((each for each in ranges if torch.equal(each, loaded)), full)
 
 
 def adopt_meta(module: nn.Module, source: nn.Module) -> None:
     """Replace buffers and plain tensor attributes made on meta with the replica's."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = source._buffers[name]
+            module._buffers[name] = _of_equal_shape(name, buffer, source._buffers[name])
     for name, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor) and value.is_meta:
-            setattr(module, name, getattr(source, name))
+            setattr(module, name, _of_equal_shape(name, value, getattr(source, name)))
+
+
+def _of_equal_shape(name: str, own: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return the replica's tensor; refuses one of which each rank has a share."""
+    # Loading may give a scalar another shape.
+    if own.shape != full.shape and full.numel() > 1:
+        raise ViewError(
+            f"the tensor {name} has shape {tuple(full.shape)} in all and {tuple(own.shape)} in a "
+            "rank, which ranks do not know how to share: use --widths 1."
+        )
+    return full
 
 
 def unbound_tensor(tree: nn.Module) -> str | None:
