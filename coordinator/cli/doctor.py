@@ -28,6 +28,7 @@ from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.model_files import weight_bytes
 from coordinator.protocol.model_support import architectures
 from coordinator.protocol.nccl import can_share, nccl_version
+from coordinator.protocol.tested_models import TESTED_ARCHITECTURES
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -88,6 +89,13 @@ def check_one_model(options: argparse.Namespace) -> int:
     name = next(iter(architectures(files.config)), "unnamed architecture")
     size = weight_bytes(files)
     print(f"ok       model     {files.name}: {name}, for {where}")
+    if name in TESTED_ARCHITECTURES:
+        print(f"ok       tested    {name} equals static vLLM in dp, tp and sp (docs/models.md)")
+    else:
+        print(
+            f"note     tested    no test covers {name}: ranks compare every layout with the whole "
+            "model when they start, and refuse what differs"
+        )
     if size:
         print(f"ok       weights   {size / MIB:,.0f} MiB in files")
     return 0

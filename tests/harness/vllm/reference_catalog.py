@@ -7,10 +7,14 @@ fresh in each run (tests/integration/test_references.py).
 from dataclasses import dataclass
 from typing import Literal
 
+from tests.harness.vllm.families import SERVED
+
 LENGTHS = (5, 6, 9, 17, 31, 32, 33, 48, 63, 64, 65, 96, 100, 128, 150, 200, 255, 300, 350, 400)
 """Tokens of the prompts of the demo model: around page borders and chunks, and far from them."""
 FEW_LENGTHS = (5, 31, 32, 65, 128, 255, 300, 400)
 """Those of the other models, whose prompts are some of the same."""
+FAMILY_LENGTHS = (9, 100)
+"""Those of the families of models."""
 SEEDS = 320
 """The random requests of test_reshard_random, of which a reference has the greedy ones."""
 
@@ -43,5 +47,6 @@ ENTRIES = (
     Entry("awq", "awq"),
     Entry("gptq", "gptq"),
     Entry("fp8-block", "fp8-block"),
+    *(Entry(family.slug, family.slug, FAMILY_LENGTHS) for family in SERVED),
 )
 CATALOG = {entry.name: entry for entry in ENTRIES}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -15,6 +16,8 @@ from transformers import (
 )
 
 from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.families import BY_SLUG, Family
+from tests.harness.vllm.families import SIZES as FAMILY_SIZES
 
 VOCABULARY = 4096
 SIZES: dict[str, Any] = {
@@ -62,9 +65,19 @@ MODELS: dict[str, Any] = {
 }
 
 
+def make_family(family: Family, folder: Path) -> Path:
+    """Write the checkpoint of a family: random, with biases and norms that are not trivial."""
+    given = {**FAMILY_SIZES, **family.fields}
+    fields = {name: value for name, value in given.items() if value is not ...}
+    make_model(folder, AutoConfig.for_model(family.kind, **fields))
+    return folder
+
+
 def model_of(name: str, folder: Path) -> Path:
     """The demo model, or one of these, which is made in the folder."""
     if name == "demo":
         return MODEL
+    if name in BY_SLUG:
+        return make_family(BY_SLUG[name], folder / name)
     make_model(folder / name, MODELS[name])
     return folder / name
