@@ -283,7 +283,7 @@ class TreeBuilder:
 
         Ranks that hold parts of the weights have no replica, and one that joins has no group yet.
         """
-        first, *wider = self.keys
+        first, wider = self.keys[0], [key for key in self.keys if key.width > 1]
         if self.spec.parts > 1 or self.communicators.rehearses or not can_prove(self.base):
             return
         if not wider or first.width > 1:
