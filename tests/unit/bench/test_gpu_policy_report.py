@@ -18,7 +18,7 @@ def summary(mean: float, count: int = 10) -> dict[str, float]:
 
 def test_latency_is_a_mean_over_requests_with_goals() -> None:
     goal = {"ttft_ms": 1_000, "tpot_ms": 50}
-    report = {
+    report: dict[str, Any] = {
         "slos": {
             "interactive": goal,
             "standard": {"ttft_ms": 2_000, "tpot_ms": None},
