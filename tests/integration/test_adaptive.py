@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 PAGES = 24
 """Of 32 tokens: a rank alone holds less than the longest context of 1,024."""
 
+BURST_INTERVAL_S = 0.02
+"""Between the requests of a burst, which is a rate and not one heap of requests."""
+
 LIMIT_S = 90
 """For a decision to come; it takes a second or two on a machine with nothing else to do."""
 
@@ -127,6 +130,7 @@ async def test_a_burst_is_served_apart_and_what_follows_by_the_wide_group_again(
         names = [f"burst-{number}" for number in range(80)]
         for number, name in enumerate(names):
             client.submit(name, prompt(number, 150), max_tokens=24)
+            await asyncio.sleep(BURST_INTERVAL_S)
         burst = await decided(cell, is_apart_for_goals, since)
         for stream in await client.finish(*names):
             assert len(stream.tokens) == 24
