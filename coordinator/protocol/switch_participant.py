@@ -6,10 +6,8 @@ message or knows that the leader is gone. The rank's process calls this module a
 actions.
 """
 
-from collections.abc import Mapping
 from typing import assert_never
 
-from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import (
     Ack,
@@ -21,19 +19,18 @@ from coordinator.protocol.switch_actions import (
     Resolve,
     Serve,
 )
-from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
+from coordinator.protocol.switch_rules import TABLE, Action, IllegalEventError
+from coordinator.protocol.switch_situation import Situation
+from coordinator.protocol.switch_state import Joined, SwitchState
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage
 
-MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
-"""Plans that end in a migration: parked tasks stay where they are, and no rank joins before it."""
-
-Joined = tuple[Binding, Mapping[Rank, int | None]]
-"""A formation and the incarnations that its members had when this rank joined it."""
+__all__ = ["KEEPING", "Joined", "SwitchParticipant"]
 
 KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
 """Plans under which parked tasks keep their KV: their last step may end after the leave."""
 
 
-class SwitchParticipant:
+class SwitchParticipant(SwitchState):
     """One incarnation of one rank in the switch protocol.
 
     Call `on_directive` and `on_leave` as messages arrive. At a safe point call `next_move`, carry
@@ -62,95 +59,10 @@ class SwitchParticipant:
     - With `group_lost` the leave message is sent only if the queue has room: it may have no reader.
     """
 
-    __slots__ = (
-        "_copied",
-        "_joined",
-        "_leaves",
-        "_members",
-        "_migration",
-        "_promised",
-        "binding",
-        "incarnation",
-        "lease_until",
-        "rank",
-        "serving",
-        "stage",
-        "target",
-        "wanted",
-    )
+    __slots__ = ()
 
-    def __init__(self, rank: Rank, incarnation: int) -> None:
-        """Start parked in epoch 0, which no layout has."""
-        self.rank = rank
-        self.incarnation = incarnation
-        self.stage = Stage(0, Phase.PARK)
-        """The highest acknowledged stage."""
-        self.binding: Binding | None = None
-        """The group that the rank is joined to, and its formation."""
-        self.target: Target | None = None
-        """The target of the last acknowledged stage."""
-        self.serving = False
-        """The rank has acknowledged SERVE of the binding."""
-        self.wanted: Directive | None = None
-        """The highest directive so far."""
-        self.lease_until = -1
-        """End of the time lease, on this rank's clock."""
-        self._members: dict[Rank, int | None] = {}
-        """Incarnations of the binding's ranks when this rank joined it."""
-        self._joined: Joined | None = None
-        self._leaves: dict[int, bool] = {}
-        """Formations whose leader has left -> whether it parked its tasks for a migration. A rank
-        is in at most one formation per epoch."""
-        self._migration: int | None = None
-        """The epoch whose migration takes, or may take, the tasks that this rank parked for it."""
-        self._copied: Directive | None = None
-        """The directive of the last migration that this rank acknowledged."""
-        self._promised: Binding | None = None
-        """A group that this follower must join because its leader may already serve."""
-
-    @property
-    def joined(self) -> Joined | None:
-        """The formation that the rank is joined to, with its members' incarnations at that time.
-
-        Other threads may read it: both halves are replaced at once.
-        """
-        return self._joined
-
-    @property
-    def is_leader(self) -> bool:
-        """The rank leads the group that it is joined to; always true in dp."""
-        return self.binding is not None and self.binding.group.leader == self.rank
-
-    @property
-    def is_follower(self) -> bool:
-        """The rank is joined to a group that another rank leads."""
-        return self.binding is not None and self.binding.group.leader != self.rank
-
-    @property
-    def has_leave(self) -> bool:
-        """The leader of the joined group has left it: only a directive can come next."""
-        return self.binding is not None and self.binding.formation in self._leaves
-
-    @property
-    def known_migration(self) -> tuple[int, int]:
-        """The last committed migration that this rank knows of, and the epoch of that directive."""
-        wanted = self.wanted
-        return (wanted.moved, wanted.stage.epoch) if wanted is not None else (0, 0)
-
-    @property
-    def is_moving(self) -> bool:
-        """A migration may still take the tasks that this rank parked."""
-        return self._migration is not None
-
-    @property
-    def may_drain(self) -> bool:
-        """The rank is joined to nothing, and waits for no outcome of a migration."""
-        waits = self.is_moving and self.stage.phase is Phase.MOVE
-        return self.binding is None and not waits
-
-    def may_step(self, now_ms: int) -> bool:
-        """Return whether this rank may start a step of its group."""
-        return self.is_leader and self.serving and now_ms < self.lease_until
+    table = TABLE
+    """What the rank does at a safe point, and which actions are legal where."""
 
     def on_directive(self, directive: Directive) -> None:
         """Renew the time lease if that is safe, and keep the highest directive.
@@ -170,59 +82,48 @@ class SwitchParticipant:
         """Record that the leader left `formation`; older formations are ignored.
 
         A parked rank may receive this before the directive that makes it join; the record then lets
-        it leave again. `for_move`: the leader has parked its tasks for a migration.
+        it leave again. `for_move`: the leader has parked its tasks for a migration; only a follower
+        reads this, and any other rank raises `IllegalEventError`.
         """
+        if for_move and not self.is_follower:
+            raise IllegalEventError(f"{self!r} follows no leader that leaves for a migration")
         if self.binding is None or formation >= self.binding.formation:
-            self._leaves[formation] = for_move or self._leaves.get(formation, False)
+            self.leaves[formation] = for_move or self.leaves.get(formation, False)
 
     def next_move(self, *, idle: bool) -> Move | None:
         """Return the action to take at this safe point, or None; changes nothing.
 
-        `idle`: the group that this rank leads has no unfinished task, so a drain is over.
+        `idle`: the group that this rank leads has no unfinished task, so a drain is over. Raises
+        `IllegalEventError` where the table has no rule.
         """
-        wanted = self.wanted
-        if wanted is None or not self._is_due(wanted):
+        if self.wanted is None:
             return None
-        to_be = wanted.target.binding_of(self.rank)
-        if self._promised is not None and self._copied is not None:
-            return Join(self._promised, self._copied)
-        if self.binding is not None and self.binding != to_be:
-            return self._leave(wanted, self.binding, idle)
-        if self._migration is not None and wanted.stage > Stage(self._migration, Phase.MOVE):
-            return self._resolve(wanted, self._migration)
-        if self.binding is not None:
-            return self._stay(wanted, self.binding)
-        if to_be is None:
-            # Cut out: the rank joins nothing in any phase, and no peer waits for its
-            # acknowledgement.
-            is_new = wanted.stage.epoch > self.stage.epoch
-            return Park(wanted) if is_new else Ack(wanted.stage, wanted)
-        match wanted.stage.phase:
-            case Phase.PARK if wanted.carry in MOVING:
-                return Park(wanted)
-            case Phase.MOVE:
-                return Reshard(wanted) if self.rank in wanted.movers else Ack(wanted.stage, wanted)
-            case _:
-                return Join(to_be, wanted)
+        now = Situation(self, self.wanted, idle)
+        action = self.table.action(now.case, now.is_true)
+        return now.move(action) if action is not Action.WAIT else None
 
     def made(self, move: Move) -> None:
-        """Record that the shell carried out `move`, the last action that `next_move` returned."""
+        """Record that the shell carried out `move`, the last action that `next_move` returned.
+
+        Raises `IllegalEventError`, and changes nothing, if the action cannot follow here.
+        """
+        self._check(move)
         match move:
             case Leave(directive=directive):
                 if move.carry is Carry.RESHARD and not move.group_lost:
-                    self._migration = directive.stage.epoch
+                    self.migration = directive.stage.epoch
                 self._park(directive)
             case Park(directive=directive):
                 self._park(directive)
             case Reshard(directive=directive):
-                self._migration, self._copied = directive.stage.epoch, directive
+                self.migration, self.copied = directive.stage.epoch, directive
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
-                self._migration = directive.stage.epoch if move.stays_parked else None
-                if move.is_joined and directive.stage.epoch > move.epoch and self._copied:
-                    self._promised = self._copied.target.binding_of(self.rank)
+                self.migration = directive.stage.epoch if move.stays_parked else None
+                if move.is_joined and directive.stage.epoch > move.epoch and self.copied:
+                    self.promised = self.copied.target.binding_of(self.rank)
             case Join(binding=binding, directive=directive):
-                self._promised = None
+                self.promised = None
                 self._join(binding, directive)
             case Serve(directive=directive):
                 self.serving = True
@@ -231,6 +132,22 @@ class SwitchParticipant:
                 self._acknowledge(stage, directive)
             case _:
                 assert_never(move)
+
+    def _check(self, move: Move) -> None:
+        """Raise `IllegalEventError` unless this action may have been carried out here."""
+        match move:
+            case Leave(binding=binding) | Serve(binding=binding):
+                fits = binding == self.binding
+            case Join(binding=binding):
+                fits = self.rank in binding.group.ranks
+            case Resolve(epoch=epoch):
+                fits = epoch == self.migration
+            case _:
+                fits = True
+        stage = _stage_after(move)
+        is_back = stage is not None and stage < self.stage
+        if not fits or is_back or not self.table.gives(self.position, ACTIONS[type(move)]):
+            raise IllegalEventError(f"{self!r} cannot have carried out {move}")
 
     def _may_renew(self, directive: Directive) -> bool:
         """Return whether the group that this rank leads is sure to exist still.
@@ -245,87 +162,6 @@ class SwitchParticipant:
         target = directive.target
         return directive.stage.epoch > 0 and target.binding_of(self.rank) == self.binding
 
-    def _is_due(self, wanted: Directive) -> bool:
-        """Return whether the directive asks for an action.
-
-        A different layout of an acknowledged epoch asks for nothing: only a coordinator that
-        restarted without hearing of that epoch sends one, and it raises its epoch when it reads
-        this rank's report.
-        """
-        is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
-        return not is_foreign and (wanted.stage > self.stage or self._may_join_early(wanted))
-
-    def _may_join_early(self, wanted: Directive) -> bool:
-        """Return whether this rank is parked and nothing has to be migrated before it joins."""
-        is_parked = self.binding is None and self._migration is None
-        is_known = wanted.stage == self.stage == Stage(self.stage.epoch, Phase.PARK)
-        may_join = wanted.carry not in MOVING and wanted.target.binding_of(self.rank) is not None
-        return is_parked and is_known and may_join
-
-    def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
-        copied = self._copied
-        if copied is None or not wanted.moved == epoch == copied.stage.epoch:
-            copied = None
-        is_joined = copied is not None and self._is_awaited(copied, wanted)
-        may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
-        stays_parked = may_move and not is_joined
-        return Resolve(epoch, copied is not None, stays_parked, is_joined, wanted)
-
-    def _is_awaited(self, copied: Directive, wanted: Directive) -> bool:
-        """Return whether the prepared group is wanted, or its leader may be in a step of it."""
-        binding = copied.target.binding_of(self.rank)
-        if wanted.stage.epoch == copied.stage.epoch or binding is None:
-            return binding is not None
-        # A leader in a step with a lost process gets out of it by other means.
-        then, now = dict(copied.members), dict(wanted.members)
-        ranks = binding.group.ranks
-        return ranks[0] != self.rank and all(now.get(rank) == then.get(rank) for rank in ranks)
-
-    def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
-        gone = self._gone(wanted, binding)
-        # After a lapsed time lease the group can run no step, so there is nothing to wait for.
-        is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
-        is_drained = wanted.carry is Carry.DRAIN and idle
-        carry = wanted.carry
-        if self.is_leader:
-            if not self.serving and not is_drained:
-                # No task ends in a group that never served, so its leader does not wait for any.
-                carry = PLAN_AFTER_WAIT.get(carry, carry)
-            may_leave = is_lost or carry not in PLAN_AFTER_WAIT or is_drained
-        else:
-            may_leave = (
-                self._is_over(binding, gone) or wanted.abandoned_formation == binding.formation
-            )
-        if not may_leave:
-            return None
-        if carry in MOVING and self._leaves.get(binding.formation, False):
-            # The leader may have heard before this rank that all other groups have drained.
-            carry = Carry.RESHARD
-        return Leave(binding, carry, self.is_leader, is_lost, wanted)
-
-    def _is_over(self, binding: Binding, gone: frozenset[Rank]) -> bool:
-        """The leader will send no further step of the formation."""
-        return self.has_leave or binding.group.leader in gone
-
-    def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
-        """Members of the joined group that are cut out, or whose process is a new one."""
-        members = dict(wanted.members)
-        return frozenset(
-            rank
-            for rank in binding.group.ranks
-            if wanted.target.binding_of(rank) is None or members.get(rank) != self._members[rank]
-        )
-
-    def _stay(self, wanted: Directive, binding: Binding) -> Serve | Ack | None:
-        if self.serving or wanted.stage.phase is not Phase.SERVE:
-            return Ack(wanted.stage, wanted)
-        ranks = binding.group.ranks
-        granted = [grant.pages for grant in wanted.grants if grant.ranks == ranks]
-        if not granted:
-            return None
-        retention = next((each for each in wanted.retentions if each.ranks == ranks), None)
-        return Serve(binding, granted[0], retention, wanted)
-
     def _park(self, directive: Directive) -> None:
         self.binding = self._joined = None
         self.serving = False
@@ -335,19 +171,45 @@ class SwitchParticipant:
         members = dict(directive.members)
         self.binding = binding
         self.serving = False
-        self._members = {rank: members.get(rank) for rank in binding.group.ranks}
-        self._joined = binding, self._members
-        leaves = self._leaves.items()
-        self._leaves = {
+        self.members = {rank: members.get(rank) for rank in binding.group.ranks}
+        self._joined = binding, self.members
+        leaves = self.leaves.items()
+        self.leaves = {
             formation: for_move for formation, for_move in leaves if formation >= binding.formation
         }
         self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
 
     def _acknowledge(self, stage: Stage, directive: Directive) -> None:
-        assert stage >= self.stage, f"rank {self.rank} would go back from {self.stage} to {stage}."
         self.stage = stage
         self.target = directive.target
 
 
 def _order(directive: Directive) -> tuple[Stage, int]:
     return directive.stage, directive.answers_ms
+
+
+ACTIONS: dict[type[Move], tuple[Action, ...]] = {
+    Leave: (Action.LEAVE, Action.LEAVE_RECOMPUTE, Action.LEAVE_RESHARD),
+    Park: (Action.PARK,),
+    Reshard: (Action.RESHARD,),
+    Resolve: (Action.RESOLVE, Action.RESOLVE_PARKED, Action.RESOLVE_JOINED),
+    Join: (Action.JOIN, Action.JOIN_PROMISED),
+    Serve: (Action.SERVE,),
+    Ack: (Action.ACK,),
+}
+"""Type of an action -> what the table calls it."""
+
+
+def _stage_after(move: Move) -> Stage | None:
+    """Return the stage that an action acknowledges; `Resolve` acknowledges none."""
+    match move:
+        case Resolve():
+            return None
+        case Leave() | Park():
+            return Stage(move.directive.stage.epoch, Phase.PARK)
+        case Join():
+            return Stage(move.directive.stage.epoch, Phase.SWAP)
+        case Ack(stage=stage):
+            return stage
+        case _:
+            return move.directive.stage

@@ -60,12 +60,16 @@ PARTS = {
     "switch": Part(
         (
             "coordinator.protocol.switch_participant",
+            "coordinator.protocol.switch_rules",
+            "coordinator.protocol.switch_situation",
+            "coordinator.protocol.switch_state",
             "coordinator.switching.switcher",
             "coordinator.switching.move_commits",
             "coordinator.switching.targets",
         ),
         (
             UNIT + "coordinator/test_switch_participant.py",
+            UNIT + "coordinator/test_switch_rules.py",
             UNIT + "coordinator/test_participant_migration.py",
             UNIT + "coordinator/test_switcher.py",
             UNIT + "coordinator/test_move_commits.py",

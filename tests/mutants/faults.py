@@ -51,7 +51,7 @@ FAULTS = {
         ("tests/unit/coordinator", "tests/simulation/test_switch.py"),
     ),
     "lease's end": Fault(
-        "coordinator/protocol/switch_participant.py",
+        "coordinator/protocol/switch_state.py",
         "return self.is_leader and self.serving and now_ms < self.lease_until",
         "return self.is_leader and self.serving",
         ("tests/unit/coordinator", "tests/simulation/test_switch.py"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding, Stage, TaskId
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage, TaskId
 
 if TYPE_CHECKING:
     from tests.simulation.book_gateway import BookGateway
@@ -108,20 +108,23 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
 
 
 def check_nothing_waits(participant: SwitchParticipant) -> None:
-    """A leader that is to leave its group, and stays for its tasks, can step with them."""
+    """A leader that is to leave its group, and stays for its tasks, can step with them.
+
+    A parked rank does not wait for other ranks to park if nothing migrates.
+    """
     wanted, binding = participant.wanted, participant.binding
-    if (
-        wanted is None
-        or binding is None
-        or not participant.is_leader
-        or wanted.stage <= participant.stage
-    ):
+    if wanted is None:
         return
-    is_left = wanted.target.binding_of(participant.rank) != binding
-    check(
-        participant.serving or not is_left,
-        f"rank {participant.rank} waits in {binding} and never served",
-    )
+    to_be = wanted.target.binding_of(participant.rank)
+    if participant.is_leader and wanted.stage > participant.stage:
+        check(
+            participant.serving or to_be == binding,
+            f"rank {participant.rank} waits in {binding} and never served",
+        )
+    is_known = wanted.stage.epoch > 0 and wanted.target == participant.target
+    migrates = participant.is_moving or wanted.carry in (Carry.RESHARD, Carry.SPECULATE)
+    if is_known and binding is None and wanted.stage.phase is Phase.PARK and not migrates:
+        check(to_be is None, f"rank {participant.rank} waits to join {to_be} and nothing migrates")
 
 
 def check_one_leads(

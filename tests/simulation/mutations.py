@@ -1,7 +1,7 @@
 """Bugs put in on purpose: each must be found, or the simulation is not worth its time."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,11 @@ from comm_pool.layout import Rank
 from coordinator.model.events import Effect
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted, TaskReturned
-from coordinator.protocol.switch_actions import Leave, Resolve
+from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding, Carry, ReturnCause, Target, TaskId
+from coordinator.protocol.switch_rules import MOVES, OVER, RULES, Action, Asks, Rule, RuleTable
+from coordinator.protocol.switch_situation import Situation
+from coordinator.protocol.terms import ReturnCause, Target, TaskId
 from coordinator.ranks.outliers import OutlierDetector
 from coordinator.ranks.roster import Arrival, Roster
 from coordinator.switching import switcher
@@ -42,8 +44,13 @@ def _on_any_directive(self: SwitchParticipant, directive: Directive) -> None:
         self.wanted = directive
 
 
-def _is_due_if_different(self: SwitchParticipant, wanted: Directive) -> bool:
-    return wanted.stage != self.stage
+_asks = Situation._asks.fget  # type: ignore[attr-defined]
+
+
+def _later_if_different(self: Situation) -> Asks:
+    asks: Asks = _asks(self)
+    is_earlier = asks is Asks.NOTHING and self.wanted.stage != self.rank.stage
+    return Asks.LATER_STAGE if is_earlier else asks
 
 
 def _steps_without_lease(self: SwitchParticipant, now_ms: int) -> bool:
@@ -56,21 +63,19 @@ def _majority(self: Switcher) -> bool:
     return 2 * len(acknowledged) > len(reports)
 
 
-def _follower_leaves_alone(
-    self: SwitchParticipant, binding: Binding, gone: frozenset[Rank]
-) -> bool:
-    return True
+def _changed(is_meant: Callable[[Rule], bool], **columns: Any) -> Patch:
+    """Other columns for the rows that are meant."""
+    rules = [dataclasses.replace(rule, **columns) if is_meant(rule) else rule for rule in RULES]
+    assert rules != list(RULES)
+    return SwitchParticipant, "table", RuleTable(rules)
 
 
-_leave = SwitchParticipant._leave
+def _waits_for_leave(rule: Rule) -> bool:
+    return rule.action is Action.WAIT and rule.unless == OVER
 
 
-def _drains_unserved(
-    self: SwitchParticipant, wanted: Directive, binding: Binding, idle: bool
-) -> Leave | None:
-    move = _leave(self, wanted, binding, idle)
-    is_unserved = move is not None and wanted.carry is Carry.DRAIN and move.carry is not Carry.DRAIN
-    return None if is_unserved else move
+def _leaves_unserved_drain(rule: Rule) -> bool:
+    return rule.action is Action.LEAVE_RECOMPUTE
 
 
 def _nothing_is_void(report: Report, target: Target, roster: Roster) -> int:
@@ -148,19 +153,23 @@ def _adopts_as_it_was(cargo: Cargo, blocks: list[int]) -> SimTask:
 _restored = sim_moving._restored
 
 
-def _any_commit(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
-    resolve = _resolve(self, wanted, epoch)
-    is_copied = self._copied is not None and epoch == self._copied.stage.epoch
-    return dataclasses.replace(resolve, is_committed=wanted.moved > 0 and is_copied)
+def _any_commit(self: Situation) -> Directive | None:
+    copied = self.rank.copied
+    is_own = copied is not None and copied.stage.epoch == self.rank.migration
+    return copied if is_own and self.wanted.moved > 0 else None
 
 
-def _keeps_past_the_move(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
-    resolve = _resolve(self, wanted, epoch)
-    stays_parked = wanted.carry in (Carry.RESHARD, Carry.SPECULATE)
-    return dataclasses.replace(resolve, stays_parked=stays_parked)
+def _keeps_past_the_move(
+    self: Situation, *, stays_parked: bool = False, is_joined: bool = False
+) -> Resolve:
+    return _resolve(self, stays_parked=self.wanted.carry in MOVES, is_joined=is_joined)
 
 
-_resolve = SwitchParticipant._resolve
+_resolve = Situation.resolve
+
+
+def _only_if_wanted(self: Situation) -> bool:
+    return False
 
 
 def _hands_nothing_over(self: Holdings, group: Ranks, gone: dict[TaskId, int]) -> None:
@@ -195,10 +204,6 @@ def _joined_or_void(report: Report, target: Target, roster: Roster) -> int:
     return joined.formation if leader is not None and leader.binding != joined else 0
 
 
-def _only_if_wanted(self: SwitchParticipant, copied: Directive, wanted: Directive) -> bool:
-    return wanted.stage.epoch == copied.stage.epoch
-
-
 def _drops_all(self: SwitchParticipant) -> bool:
     return self.binding is None
 
@@ -210,19 +215,19 @@ def _waits_for_nobody(*_: Any) -> Iterator[None]:
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale directives": (
         (SwitchParticipant, "on_directive", _on_any_directive),
-        (SwitchParticipant, "_is_due", _is_due_if_different),
+        (Situation, "_asks", property(_later_if_different)),
     ),
     "no lease": ((SwitchParticipant, "may_step", _steps_without_lease),),
     "lease longer than patience": ((Switcher, "directive_for", _no_patience),),
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
-    "follower leaves without its leader": (
-        (SwitchParticipant, "_is_over", _follower_leaves_alone),
+    "follower leaves without its leader": (_changed(_waits_for_leave, action=Action.LEAVE),),
+    "leaders drain groups that never served": (
+        _changed(_leaves_unserved_drain, action=Action.WAIT),
     ),
-    "leaders drain groups that never served": ((SwitchParticipant, "_leave", _drains_unserved),),
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
     "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
     "followers leave a leader that may step unheard": ((switcher, "void", _joined_or_void),),
-    "followers join only what is wanted": ((SwitchParticipant, "_is_awaited", _only_if_wanted),),
+    "followers join only what is wanted": ((Situation, "is_in_step", property(_only_if_wanted)),),
     "followers drop what comes before they join": (
         (SwitchParticipant, "may_drain", property(_drops_all)),
     ),
@@ -237,8 +242,8 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
     "commit although a rank failed": ((MoveCommits, "decide", _commits_all_the_same),),
     "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),
-    "take any commit for one's own": ((SwitchParticipant, "_resolve", _any_commit),),
-    "keep tasks when the move is over": ((SwitchParticipant, "_resolve", _keeps_past_the_move),),
+    "take any commit for one's own": ((Situation, "committed", property(_any_commit)),),
+    "keep tasks when the move is over": ((Situation, "resolve", _keeps_past_the_move),),
     "defer no command": ((SimRank, "defers", False),),
     "hand nothing over": (
         (Holdings, "hand_over", _hands_nothing_over),
@@ -255,7 +260,13 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
 @contextmanager
 def mutated(name: str | None) -> Iterator[None]:
     """Put a bug in for a while; None puts in none."""
-    patches = MUTATIONS[name] if name is not None else ()
+    with patched(MUTATIONS[name] if name is not None else ()):
+        yield
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace attributes for a while."""
     originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     try:
         for owner, attribute, replacement in patches:

@@ -26,7 +26,13 @@ from coordinator.protocol.switch_actions import (
 )
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, ReturnCause
-from tests.simulation.checkers import Violation, check_agreement, check_equal, check_nothing_waits
+from tests.simulation.checkers import (
+    Violation,
+    check,
+    check_agreement,
+    check_equal,
+    check_nothing_waits,
+)
 from tests.simulation.drift import Probes
 from tests.simulation.lenders import check_loans
 from tests.simulation.network import Session
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 HEARTBEAT_TICKS = 5
+MOVES_AT_ONCE = 12
+"""More than a rank can have to do at one safe point."""
 
 
 class SimRank:
@@ -163,7 +171,10 @@ class SimRank:
             self.world.push_tokens(self.rank, self._tokens_out, gateway, tuple(batch))
 
     def _make_moves(self) -> None:
+        moves = 0
         while not ((engine := self.holdings.engine) and engine.in_flight):
+            check(moves < MOVES_AT_ONCE, f"{self.participant!r} makes moves without end")
+            moves += 1
             move = self.participant.next_move(idle=self.holdings.is_idle(self.participant.binding))
             if isinstance(move, Leave) and self._is_broken:
                 # Whatever the directive knows: what its last step wrote means nothing.

@@ -15,7 +15,7 @@ Commands, one per line; `#` starts a comment that stays in the transcript:
     paused|running RANK TASK
     held RANK TASK#ATTEMPT              the rank opens a new session and holds the task
     coordinator                         the coordinator is replaced by a new one
-    show layout|queue|switches
+    show layout|queue|switches|ranks
 """
 
 import json
@@ -181,6 +181,9 @@ class Interpreter:
         self.cell.open(rank, held)
 
     def _show(self, words: list[str]) -> None:
+        if words == ["ranks"]:
+            self._shown += [repr(rank.participant) for rank in self.cell.ranks.values()]
+            return
         core = self.cell.core
         views: dict[str, Callable[[], View]] = {
             "layout": core.views.layout,

@@ -1,0 +1,44 @@
+"""Some seed finds each row of the participant's table that is taken away.
+
+`python -m tests.simulation.rule_faults` tries all rows and facts with more seeds.
+"""
+
+import pytest
+
+from tests.simulation.rule_faults import ROWS, Run, finds, first_run
+
+SEEDS = 12
+FOUND_BY: dict[str, Run] = {
+    "row 1, WAIT": (0, None),
+    "row 2, WAIT": (0, None),
+    "row 3, WAIT": (1, None),
+    "row 4, WAIT": (0, None),
+    "row 5, WAIT": (1, 0.1),
+    "row 6, JOIN": (0, 0.1),
+    "row 7, LEAVE": (0, None),
+    "row 8, LEAVE": (6, 0.1),
+    "row 13, WAIT": (2, None),
+    "row 14, LEAVE": (0, 0.1),
+    "row 17, ACK": (0, None),
+    "row 18, ACK": (1, None),
+    "row 19, SERVE": (0, None),
+    "row 21, RESOLVE_JOINED": (0, None),
+    "row 22, RESOLVE_PARKED": (0, None),
+    "row 23, RESOLVE": (4, 0.3),
+    "row 25, JOIN_PROMISED": (4, 0.3),
+    "row 28, PARK": (0, None),
+    "row 29, RESHARD": (0, None),
+    "row 30, ACK": (4, None),
+    "row 31, JOIN": (3, None),
+    "row 32, JOIN": (0, None),
+}
+"""The first run that finds each; it is tried first, as long as it does."""
+
+
+@pytest.mark.parametrize("row", FOUND_BY)
+def test_a_row_that_is_missing_is_found(row: str) -> None:
+    assert finds(row, FOUND_BY[row]) or first_run(row, range(SEEDS)), f"no seed finds: {row}"
+
+
+def test_the_rows_are_those_of_the_table() -> None:
+    assert FOUND_BY.keys() <= ROWS.keys()
