@@ -52,6 +52,9 @@ BOXES = {
     "32b-halves": QWEN_32B_HALVES,
     "8b": LLAMA_8B,
 }
+BOX_RANKS = {"32b-halves": 4}
+"""Boxes whose numbers hold for one number of ranks: what a pair borrows depends on it."""
+
 LENGTHS = {
     "300+400": ((300, 400), (300, 400)),
     "1k+150": ((1_000, 150), (1_000, 150)),
@@ -225,7 +228,8 @@ def draw(seed: int, dimensions: Mapping[str, tuple[object, ...]]) -> Spot:
     while True:
         chosen = {name: rng.choice(values) for name, values in dimensions.items()}
         spot = Spot(**chosen)  # type: ignore[arg-type]
-        if spot.requests <= REQUESTS_MAX:
+        is_known = spot.ranks == BOX_RANKS.get(spot.box, spot.ranks)
+        if is_known and spot.requests <= REQUESTS_MAX:
             return spot
 
 
