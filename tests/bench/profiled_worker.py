@@ -37,7 +37,7 @@ WATCHED = {
         "withdraw",
     ),
     "worker.rank.steps.Steps": ("lead", "execute", "_finish", "_push"),
-    "worker.rank.loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
+    "worker.rank.loop.RankLoop": ("_take_inbox", "_do"),
     "worker.rank.migration.plan_ahead.MigrationPlanner": ("plan_ahead", "plan"),
     "worker.rank.migration.migration.Migration": (
         "publish",
@@ -123,7 +123,7 @@ def install(out: Path, kind: str) -> None:
     run = RankLoop.run
 
     def profiled(self: RankLoop) -> None:
-        rank = self._rank
+        rank = self.core.engine.spec.rank
         if kind == "cprofile":
             profile = cProfile.Profile()
             profile.runcall(run, self)

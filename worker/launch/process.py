@@ -25,6 +25,7 @@ from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
 from worker.launch.peer_failure import PeerFailure
 from worker.launch.watchdog import Progress, abort_formation, watch
+from worker.rank.core import RankCore
 from worker.rank.loop import RankLoop
 from worker.rank.runtime import GroupRuntime
 from worker.rank.step_times import width_times
@@ -122,10 +123,12 @@ def serve_rank(
     # Where collectives can raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
     loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.draining_group)
-    loop = RankLoop(config, engine, runtime, session, inbox, participant, publisher.watch)
+    probes = config.cell.probe_after_switch
+    core = RankCore(engine, runtime, participant, heartbeat_s, probes_after_switch=probes)
+    loop = RankLoop(core, session, inbox, publisher.watch)
 
     def stop(number: int, _frame: object) -> None:
-        loop.stop_reason = signal.Signals(number).name
+        core.stop_reason = signal.Signals(number).name
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -143,4 +146,4 @@ def serve_rank(
         publisher.close()
         if tracing is not None:
             tracing.close()
-    log.info("rank_stopped", reason=loop.stop_reason)
+    log.info("rank_stopped", reason=core.stop_reason)

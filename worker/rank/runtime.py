@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode
 from coordinator.protocol.messages.rank import LeaseRetention, PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
+from coordinator.protocol.switch_actions import Leave
+from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import without
 from worker.io.gc_pause import GcPause
@@ -98,6 +101,39 @@ class GroupRuntime:
         self.not_joined()
         self._mode = None
         self._binding = None
+
+    def leave(self, leave: Leave, joined: Joined | None) -> None:
+        """Leave a group, whose members were as `joined`; its last step may become a detached step.
+
+        A leader parks its tasks and sends the leave message.
+        """
+        binding = leave.binding
+        self.steps.on_leave(joined)
+        self.unbind()
+        if leave.is_leader:
+            self.park(binding.group, leave.carry, group_lost=leave.group_lost)
+            self._send_leave(leave)
+        if leave.carry is Carry.RESHARD and not leave.group_lost:
+            self.migration.on_leave(binding)
+
+    def _send_leave(self, leave: Leave) -> None:
+        binding, group, is_lost = leave.binding, leave.binding.group, leave.group_lost
+        wait_s = 0.0 if is_lost else LEADER_SEND_LIMIT_S
+        retention = self.retentions.get(group.ranks)
+        has_withdrawn = is_lost or leave.carry is not Carry.RESHARD
+        indices = retention.indices if has_withdrawn and retention is not None else None
+        try:
+            self.tell(group, LeaveGroup(binding.formation, indices), wait_s=wait_s)
+        except (TimeoutError, PeerLostError):
+            log.warning(
+                "leave_not_sent",
+                group=group.name,
+                reason="its followers do not read their step queue",
+            )
+        if indices is not None:
+            # The followers do the same: the next grant counts the pages that each member has free
+            # after it left.
+            self.keep_only(group.ranks, indices)
 
     def serve(self, binding: Binding, indices: tuple[int, ...], grant_pages: int) -> None:
         """Make the joined group serve: notify its followers, then begin here.
@@ -331,6 +367,11 @@ class GroupRuntime:
         mode, _ = self._joined()
         assert self._binding is not None
         self.steps.defer(mode, self._binding, epoch)
+
+    def forget_steps(self, binding: Binding) -> None:
+        """Drop the runner's state of the formation's tasks: its last step never ends."""
+        self.steps.drop(binding.formation)
+        self.mode_of(binding.group).forget_steps()
 
     def lose_last_step(self, group: Group) -> None:
         """Give up the detached step, which a lost member will never finish.

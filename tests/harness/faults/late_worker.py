@@ -163,13 +163,13 @@ def install() -> None:
     run = RankLoop.run
 
     def with_device(self: RankLoop) -> None:
-        device = Device(cast(RankEngine, self._engine))
+        device = Device(cast(RankEngine, self.core.engine))
         engine: Any = RankEngine
         engine.select = lambda _, width, formation=0: device.select(width, formation)
         engine.done = lambda _: device.done()
         engine.holds_steps = False
-        copies = Copies(self._engine.kv.geometry.num_layers)
-        mover: Any = self._engine.mover
+        copies = Copies(self.core.engine.kv.geometry.num_layers)
+        mover: Any = self.core.engine.mover
         mover._copier = copies
         engine.mark = lambda _: device.mark(copies)
         engine.meet = lambda _, width: device.meet(width)

@@ -47,7 +47,7 @@ def install() -> None:
     folder = Path(os.environ[FOLDER])
 
     def served(self: RankLoop) -> None:
-        rank, runners = self._engine.spec.rank, _runners()
+        rank, runners = self.core.engine.spec.rank, _runners()
         execute = runners.run
 
         def find_room(what: str) -> None:

@@ -1,0 +1,250 @@
+"""What a rank does, event by event, over an engine in memory: what its core asks for, in order."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from comm_pool.formations import PeerLostError
+from coordinator.protocol.messages.rank import Stop
+from coordinator.protocol.messages.tasks import TaskEnded
+from coordinator.protocol.switch_actions import Reshard, Resolve
+from coordinator.protocol.terms import Carry, EndCause, Phase, Stage, TaskId
+from tests.harness.worker.core_cell import CoreCell, CoreRank, drop, kinds
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_scheduler import token_at
+from worker.io.session import HelloWanted
+from worker.rank.events import (
+    CopiesDone,
+    DetachedStepEnded,
+    Done,
+    DrainQueues,
+    Effect,
+    Follow,
+    LeadStep,
+    Overtaken,
+    Prepare,
+    Prepared,
+    Publish,
+    QueuesDrained,
+    SendHello,
+    SendReport,
+    StepFailed,
+    StepFinished,
+    Tick,
+    Wait,
+)
+
+TOKENS = 30
+MS = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def collections_go_on() -> Iterator[None]:
+    """A rank that leaves its group pauses them for its process, which is that of all tests."""
+    yield
+    gc.enable()
+
+
+def ended(rank: CoreRank) -> list[TaskEnded]:
+    return [each for report in rank.reports for each in report.ended]
+
+
+# ---------------------------------------------------------------------- one event, one effect
+
+
+def test_a_rank_without_work_reports_and_waits() -> None:
+    core = CoreRank(FakeCell(1)).core
+    assert core.handle(Tick(), MS) == DrainQueues()
+    report = core.handle(QueuesDrained(()), 2 * MS)
+    assert isinstance(report, SendReport)
+    assert (report.report.sent_at_ms, report.report.stage) == (2, Stage(0, Phase.PARK))
+    assert core.handle(Done(), 2 * MS) == Prepare(None)
+    assert core.handle(Prepared(awaits_peers=False), 2 * MS) == Wait(0.05)
+    assert core.handle(Done(), 9 * MS) is None
+
+
+def test_a_leader_with_work_steps_in_every_pass_and_asks_for_nothing_else() -> None:
+    cell = CoreCell("dp1", world=1)
+    (rank,) = cell.ranks
+    cell.place_task("a")
+    assert kinds(rank.turn(3)) == ["LeadStep"] * 3
+    assert rank.loop.effects[0] == LeadStep(1)
+
+
+def test_a_report_is_sent_on_news_and_with_each_heartbeat() -> None:
+    cell = CoreCell("dp1", world=1)
+    (rank,) = cell.ranks
+    core, now = cell.ranks[0].core, 10**15
+    cell.place_task("a")
+    rank.turn(2)
+
+    def step(now_ns: int) -> Effect | None:
+        assert core.handle(Tick(), now_ns) == LeadStep(1)
+        rank.runtime.lead_step(1)
+        effect = core.handle(StepFinished(7), now_ns)
+        if effect is not None:
+            assert core.handle(Done(), now_ns) is None
+        return effect
+
+    assert isinstance(step(now), SendReport)
+    assert step(now + MS - 1) is None
+    with_progress = step(now + MS)
+    assert isinstance(with_progress, SendReport)
+    assert [each.task for each in with_progress.report.progress] == ["a"]
+    assert core.handle(CopiesDone(1, 0.5, 9), now + MS) is None
+    with_times = step(now + MS + 1)
+    assert isinstance(with_times, SendReport), "copies are done"
+    assert with_times.report.progress == ()
+    assert [each.reshard_us for each in with_times.report.times] == [500_000]
+    assert core.handle(DetachedStepEnded(now), now + MS + 2) is None
+    assert isinstance(step(now + MS + 3), SendReport)
+
+
+def test_a_follower_reads_its_step_queue() -> None:
+    cell = CoreCell("tp2")
+    follower = cell.ranks[1]
+    assert kinds(follower.turn()) == ["Follow"]
+    read = follower.loop.effects[0]
+    assert isinstance(read, Follow)
+    assert read.wait_s == 0.01
+    cell.place_task("a")
+    cell.turn(3)
+    assert follower.runtime.steps.count == cell.ranks[0].runtime.steps.count == 3
+
+
+def test_it_waits_shortly_for_peers_that_have_not_parked() -> None:
+    core = CoreCell("dp1", world=1).ranks[0].core
+    effect = core.handle(Tick(), 1)
+    while not isinstance(effect, Prepare):
+        effect = core.handle(Done(), 1)
+    assert core.handle(Prepared(awaits_peers=True), 1) == Wait(0.0003)
+    assert core.handle(Done(), 1) is None
+
+
+def test_a_session_begins_with_a_hello() -> None:
+    cell = CoreCell("dp1", world=1)
+    cell.place_task("a")
+    cell.turn()
+    hello = cell.ranks[0].core.handle(HelloWanted(), 1)
+    assert isinstance(hello, SendHello)
+    assert [each.header.task for each in hello.hello.held] == ["a"]
+
+
+def test_who_is_to_stop_reports_and_waits_for_nothing() -> None:
+    (rank,) = CoreCell("dp1", world=1).ranks
+    rank.hear(Stop("enough"))
+    assert kinds(rank.turn()) == []
+    assert rank.core.stop_reason == "enough"
+
+
+def test_the_error_of_a_formation_that_was_left_ends_the_process() -> None:
+    cell = CoreCell("dp1", world=1)
+    (rank,) = cell.ranks
+    cell.place_task("a")
+    rank.turn()
+    assert isinstance(rank.core.handle(Tick(), 1), LeadStep)
+    with pytest.raises(PeerLostError):
+        rank.core.handle(StepFailed(PeerLostError(99)), 1)
+
+
+def test_an_error_where_no_step_runs_ends_the_process() -> None:
+    (rank,) = CoreCell("dp1", world=1).ranks
+    assert rank.core.handle(Tick(), 1) == Prepare(None)
+    with pytest.raises(PeerLostError):
+        rank.core.handle(StepFailed(PeerLostError(1)), 1)
+
+
+# ---------------------------------------------------------------------- switches
+
+
+@pytest.mark.parametrize("last_step", ["deferred", "in flight"])
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, ("dp2", "tp2", "dp2")),
+        (4, ("dp4", "tp2+tp2", "tp4", "tp2+dp2", "dp4")),
+    ],
+    ids=str,
+)
+def test_streams_go_on_when_cores_switch(
+    world: int, layouts: tuple[str, ...], last_step: str
+) -> None:
+    cell = CoreCell(layouts[0], world)
+    for each in cell.ranks:
+        each.engine.is_synchronous = last_step != "in flight"
+    for number in range(world):
+        prompt = range(100 * number, 100 * number + 30 + 7 * number)
+        cell.place_task(f"task {number}", number % len(cell.target.bindings), prompt, TOKENS)
+    for layout in layouts[1:]:
+        cell.turn(5)
+        cell.move(layout)
+    cell.turn(2 * TOKENS)
+    for name, prompt_ in cell.prompts.items():
+        wanted = [token_at(prompt_, len(prompt_) + number) for number in range(TOKENS)]
+        assert cell.streams[name] == wanted, name
+    assert not any(each.returned for each in cell.ranks), "no task was computed again"
+
+
+def test_a_leader_that_moves_defers_a_step_leaves_and_publishes() -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    leader = cell.ranks[0]
+    leader.turn(2)
+    cell.retarget("tp2")
+    leader.hear(cell.wanted(Phase.PARK, Carry.RESHARD))
+    effects = leader.turn()
+    assert kinds(effects)[:3] == ["DeferStep", "Leave", "Publish"]
+    assert Publish(2) in effects
+    assert leader.reports[-1].stage == Stage(2, Phase.PARK)
+    assert leader.participant.is_moving
+
+
+def test_a_group_that_recomputes_finishes_its_step_first() -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    leader = cell.ranks[0]
+    leader.turn(2)
+    cell.retarget("tp2")
+    leader.hear(cell.wanted(Phase.PARK, Carry.RECOMPUTE))
+    assert kinds(leader.turn())[:3] == ["FinishStep", "Leave", "Join"]
+
+
+def test_a_drop_during_a_move_waits_for_its_end() -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    cell.place_task("b")
+    leader = cell.ranks[0]
+    leader.turn(3)
+    cell.retarget("tp2")
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    leader.hear(drop("a", 2), HelloWanted())  # type: ignore[arg-type]
+    assert "Obey" not in kinds(leader.turn())
+    assert [each.header.task for each in leader.hellos[-1].held] == ["b"]
+    cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
+    cell.moved = 2
+    leader.hear(cell.wanted(Phase.SWAP, Carry.RESHARD))
+    assert kinds(leader.turn())[:3] == ["Resolve", "Obey", "Join"]
+    (of_a,) = ended(leader)
+    assert (of_a.task, of_a.cause) == (TaskId("a"), EndCause.CANCELLED)
+
+
+def test_a_move_that_another_layout_overtakes_stays_undecided() -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    cell.turn(2)
+    cell.retarget("tp2")
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    asked = cell.wanted(Phase.MOVE, Carry.RESHARD)
+    leader = cell.ranks[0]
+    core = leader.core
+    leader.hear(asked)
+    leader.loop._take_inbox()
+    assert core.handle(Tick(), 1) == Reshard(asked)
+    assert not core.is_overtaken(asked)
+    cell.retarget("dp2")
+    assert core.handle(cell.wanted(Phase.PARK, Carry.RESHARD), 2) is None, "it comes meanwhile"
+    assert core.is_overtaken(asked)
+    resolve = core.handle(Overtaken(), 3)
+    assert isinstance(resolve, Resolve)
+    assert (resolve.is_committed, resolve.stays_parked) == (False, True)
