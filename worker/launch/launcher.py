@@ -306,11 +306,10 @@ class Launcher:
             os.kill(pid, signal.SIGKILL)
 
     def _kill_stuck(self, now_s: float) -> None:
-        stuck = [
-            pid
-            for pid, (heartbeat, progress) in self._heartbeats.items()
-            if heartbeat.beats and progress.is_stuck(now_s)
-        ]
+        for heartbeat, progress in self._heartbeats.values():
+            if heartbeat.beats:  # A process that starts has none yet.
+                progress.look(now_s)
+        stuck = [pid for pid, (_, progress) in self._heartbeats.items() if progress.is_stuck]
         for pid in stuck:
             reason = "its whole process makes no progress"
             log.warning("rank_stuck", rank=self._pids[pid], reason=reason)

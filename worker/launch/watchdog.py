@@ -41,15 +41,19 @@ class Progress:
         self._still_s = 0.0
         self._last_poll_s: float | None = None
 
-    def is_stuck(self, now_s: float) -> bool:
-        """Return whether nothing has moved for longer than the limit; call it every `poll_s`."""
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing has moved for longer than the limit, as of the last look."""
+        return self._still_s > self._limit_s
+
+    def look(self, now_s: float) -> None:
+        """Note how far the loop is; call it every `poll_s`."""
         last_poll_s, self._last_poll_s = self._last_poll_s, now_s
         last_passes, self._last_passes = self._last_passes, self._passes()
         if last_passes != self._last_passes or last_poll_s is None:
             self._still_s = 0.0
-            return False
-        self._still_s += min(now_s - last_poll_s, 2 * self._poll_s)
-        return self._still_s > self._limit_s
+        else:
+            self._still_s += min(now_s - last_poll_s, 2 * self._poll_s)
 
 
 class Communicators(Protocol):
@@ -100,7 +104,8 @@ def watch(
             if loss.is_stuck(now_s):
                 reason = "it has not left a group that lost a member"
                 break
-            if progress.is_stuck(now_s):
+            progress.look(now_s)
+            if progress.is_stuck:
                 reason = "its main loop makes no progress"
                 break
             time.sleep(POLL_S)

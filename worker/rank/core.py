@@ -182,7 +182,10 @@ class RankCore:
         if (move := self._due_move()) is not None:
             last = yield from self._make_moves(move)
         participant, runtime = self.participant, self.runtime
-        is_lost, has_worked = self._notices_abort(), last is not None
+        is_lost, has_worked = self.is_in_aborted_formation, last is not None
+        if is_lost and participant.binding is not None:
+            # A follower no longer needs its leader's leave message.
+            participant.on_leave(participant.binding.formation)
         if not is_lost and participant.may_step(self._now_ms) and runtime.has_work:
             yield from self._lead_step()
             has_worked = True
@@ -249,9 +252,12 @@ class RankCore:
             if isinstance(move, Leave):
                 if self.is_in_aborted_formation:
                     yield ForgetSteps(move.binding)
-                if not self._steps.has_deferred_step and self._leaving.is_put_off(move):
+                leaving, has_deferred_step = self._leaving, self._steps.has_deferred_step
+                if not has_deferred_step and leaving.is_put_off(move, self._now_ns):
+                    leaving.put_off(move)
                     break
-                if self.participant.may_step(self._now_ms) and self._leaving.defers_step_for(move):
+                if self.participant.may_step(self._now_ms) and leaving.may_defer_step(move):
+                    leaving.defer_step(move)
                     yield from self._guarded(DeferStep(self.participant.stage.epoch))
                     move = self._due_move()  # The step may have shown that the group is lost.
                     continue
@@ -386,14 +392,6 @@ class RankCore:
             return False
         is_aborted = self._communicators.is_aborted(binding.group.ranks, binding.formation)
         return is_aborted or binding.formation == self._no_room
-
-    def _notices_abort(self) -> bool:
-        binding = self.participant.binding
-        if binding is None or not self.is_in_aborted_formation:
-            return False
-        # A follower no longer needs its leader's leave message.
-        self.participant.on_leave(binding.formation)
-        return True
 
     def _guarded(self, effect: Effect) -> Procedure[Result | None]:
         """Do a part of a step; return None if that aborted the joined formation.

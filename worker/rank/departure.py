@@ -2,17 +2,16 @@
 
 Tasks of the group that leaves first wait for the last group. So a leader whose step ends long
 before those of its future peers computes one more step meanwhile. Step ends then lie within half a
-step of each other. Each mailbox holds the end that its owner expects. Used by the rank's main loop
-alone.
+step of each other. Each mailbox holds the end that its owner expects. Only the rank's core
+uses this.
 """
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import RankMailbox
-from coordinator.protocol.switch_actions import Leave, Move
+from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.terms import Carry
 
 if TYPE_CHECKING:
@@ -47,41 +46,45 @@ class Departure:
         self._steps = 0
         self._deferred_in = 0
 
-    def is_put_off(self, move: Move | None) -> bool:
-        """Return whether the rank runs another step before this action; counts that step."""
-        if not isinstance(move, Leave) or not move.is_leader or move.group_lost:
+    def is_put_off(self, leave: Leave, now_ns: int) -> bool:
+        """Return whether the rank runs another step before it leaves."""
+        if not leave.is_leader or leave.group_lost or leave.carry is not Carry.RESHARD:
             return False
-        epoch = move.directive.stage.epoch
-        if epoch != self._epoch:
-            self._epoch, self._steps = epoch, 0
-        to_be = move.directive.target.binding_of(self._rank)
-        if move.carry is not Carry.RESHARD or to_be is None or self._steps >= STEPS_MAX:
+        epoch = leave.directive.stage.epoch
+        to_be = leave.directive.target.binding_of(self._rank)
+        if to_be is None or (epoch == self._epoch and self._steps >= STEPS_MAX):
             return False
         mailboxes = self._runtime.engine.mailboxes
-        others = set(to_be.group.ranks).difference(move.binding.group.ranks)
+        others = set(to_be.group.ranks).difference(leave.binding.group.ranks)
         steps = self._runtime.steps
-        worth = self._decodes_only and is_worth_a_step(
-            max(steps.ends_ns, time.monotonic_ns()),
+        return self._decodes_only and is_worth_a_step(
+            max(steps.ends_ns, now_ns),
             steps.decode_ns,
             (_end(mailboxes[rank], epoch) for rank in others if rank in mailboxes),
         )
-        self._steps += worth
-        return worth
 
-    def defers_step_for(self, move: Leave) -> bool:
-        """Return, once per epoch, whether to plan and defer a last step before this action."""
+    def put_off(self, leave: Leave) -> None:
+        """Note that the rank runs another step before it leaves."""
+        epoch = leave.directive.stage.epoch
+        if epoch != self._epoch:
+            self._epoch, self._steps = epoch, 0
+        self._steps += 1
+
+    def may_defer_step(self, leave: Leave) -> bool:
+        """Return whether to plan and defer a last step before the rank leaves: once per epoch."""
         engine, steps = self._runtime.engine, self._runtime.steps
-        epoch = move.directive.stage.epoch
-        is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
-        if not (is_moved and engine.holds_steps) or self._deferred_in == epoch:
+        is_moved = leave.is_leader and leave.carry is Carry.RESHARD and not leave.group_lost
+        is_deferred = self._deferred_in == leave.directive.stage.epoch
+        if not (is_moved and engine.holds_steps) or is_deferred:
             return False
         mode = self._runtime.selected
         if steps.has_inflight or mode is None or mode.scheduler is None:
             return False
-        if not (self._decodes_only and mode.scheduler.reads_no_prompt):
-            return False
-        self._deferred_in = epoch
-        return True
+        return self._decodes_only and mode.scheduler.reads_no_prompt
+
+    def defer_step(self, leave: Leave) -> None:
+        """Note that the last step before the rank leaves is deferred."""
+        self._deferred_in = leave.directive.stage.epoch
 
     @property
     def _decodes_only(self) -> bool:

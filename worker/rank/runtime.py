@@ -145,6 +145,7 @@ class GroupRuntime:
         retention = self.retentions.get(binding.group.ranks)
         version = retention.version if retention is not None else -1
         meets = self.migration.meets_in(binding.group)
+        self.migration.forget_meeting()  # Only the first group after a migration does.
         self.lead(Begin(binding.formation, indices, grant_pages, version, self.has_tasks, meets))
         self.begin(grant_pages, indices, version, meets=meets)
 

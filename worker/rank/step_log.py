@@ -48,7 +48,7 @@ class _Median:
     odd: int = 0
     """Outliers in a row; many mean that the rank has become slow, so they are no outliers."""
 
-    def takes(self, seconds: float) -> bool:
+    def learn(self, seconds: float) -> bool:
         """Move the median towards a value; return whether the value is no outlier."""
         self.count += 1
         self.seconds *= ADAPTATION if seconds > self.seconds else 1 / ADAPTATION
@@ -85,7 +85,7 @@ class StepLog:
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):
             return
         median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
-        if not median.takes(seconds):
+        if not median.learn(seconds):
             return
         is_at_floor = seconds <= AT_FLOOR * floor_us * 1e-6
         w = 1 / (seconds * seconds)

@@ -100,14 +100,11 @@ class Steps:
 
         Other threads may read this.
         """
-        draining = self._draining
+        draining = self._draining  # The main loop replaces both halves at once.
         if draining is None:
             return None
         joined, is_done = draining
-        if is_done():
-            self._draining = None
-            return None
-        return joined
+        return None if is_done() else joined
 
     def on_leave(self, joined: Joined | None) -> None:
         """Note that the rank leaves this group; its last step may be in flight."""

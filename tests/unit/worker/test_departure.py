@@ -7,7 +7,7 @@ import pytest
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive
-from coordinator.protocol.switch_actions import Leave, Park
+from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank
@@ -38,7 +38,20 @@ class Stage0:
         self.leaving = Departure(rank.runtime, Rank(0))
 
     def is_put_off(self, **changed: Any) -> bool:
-        return self.leaving.is_put_off(leave(**changed))
+        """Ask as the core does: what is put off counts."""
+        asked = leave(**changed)
+        is_put_off = self.leaving.is_put_off(asked, time.monotonic_ns())
+        if is_put_off:
+            self.leaving.put_off(asked)
+        return is_put_off
+
+    def defers_step(self, **changed: Any) -> bool:
+        """Ask as the core does: it defers what it may defer."""
+        asked = leave(**changed)
+        may_defer = self.leaving.may_defer_step(asked)
+        if may_defer:
+            self.leaving.defer_step(asked)
+        return may_defer
 
 
 def leave(epoch: int = 4, carry: Carry = Carry.RESHARD, **changed: Any) -> Leave:
@@ -89,16 +102,18 @@ def test_only_a_leader_that_is_to_move_its_tasks_waits(changed: dict[str, Any]) 
     assert not Stage0(1_000).is_put_off(**changed)
 
 
-def test_other_moves_are_not_put_off() -> None:
+def test_asking_changes_nothing() -> None:
     stage = Stage0(1_000)
-    assert not stage.leaving.is_put_off(None)
-    assert not stage.leaving.is_put_off(Park(leave().directive))
+    asked = leave()
+    for _ in range(STEPS_MAX + 2):
+        assert stage.leaving.is_put_off(asked, 0)
+        assert stage.leaving.may_defer_step(asked)
 
 
 def test_a_last_step_is_held_once_for_each_switch() -> None:
     stage = Stage0(0)
     epochs = (4, 4, 5, 5)
-    assert [stage.leaving.defers_step_for(leave(epoch)) for epoch in epochs] == [True, False] * 2
+    assert [stage.defers_step(epoch=epoch) for epoch in epochs] == [True, False] * 2
 
 
 @pytest.mark.parametrize(
@@ -106,13 +121,13 @@ def test_a_last_step_is_held_once_for_each_switch() -> None:
 )
 def test_only_a_leader_whose_tasks_move_holds_one(changed: dict[str, Any]) -> None:
     stage = Stage0(0)
-    assert not stage.leaving.defers_step_for(leave(**changed))
-    assert stage.leaving.defers_step_for(leave())
+    assert not stage.defers_step(**changed)
+    assert stage.defers_step()
 
 
 @pytest.mark.parametrize(("decodes", "waits"), [(0, 0), (0, 1), (3, 1)])
 def test_none_is_held_unless_all_tasks_decode(decodes: int, waits: int) -> None:
-    assert not Stage0(0, decodes=decodes, waits=waits).leaving.defers_step_for(leave())
+    assert not Stage0(0, decodes=decodes, waits=waits).defers_step()
 
 
 def test_none_is_held_that_reads_a_prompt() -> None:
@@ -120,19 +135,19 @@ def test_none_is_held_that_reads_a_prompt() -> None:
     budget = stage.engine.facts().tokens_per_step_max
     stage.rank.place("long", ALONE[0], prompt=range(2 * budget))
     stage.rank.step()
-    assert not stage.leaving.defers_step_for(leave())
+    assert not stage.defers_step()
     stage.rank.step()
     stage.rank.step()
-    assert stage.leaving.defers_step_for(leave())
+    assert stage.defers_step()
 
 
 def test_none_is_held_where_steps_are_in_flight() -> None:
     stage = Stage0(0)
     stage.engine.is_synchronous = False
     stage.rank.step()
-    assert not stage.leaving.defers_step_for(leave())
+    assert not stage.defers_step()
     stage.steps.finish_inflight()
     stage.engine.holds_steps = False
-    assert not stage.leaving.defers_step_for(leave()), "on CUDA"
+    assert not stage.defers_step(), "on CUDA"
     stage.engine.holds_steps = True
-    assert stage.leaving.defers_step_for(leave())
+    assert stage.defers_step()

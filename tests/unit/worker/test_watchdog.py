@@ -28,7 +28,8 @@ class Loop:
         stuck = False
         for _ in range(round(seconds / POLL_S)):
             self.now_s += POLL_S
-            stuck |= self.progress.is_stuck(self.now_s)
+            self.progress.look(self.now_s)
+            stuck |= self.progress.is_stuck
         return stuck
 
 

@@ -268,9 +268,12 @@ class Migration:
     # ------------------------------------------------------------------ afterwards
 
     def meets_in(self, group: Group) -> bool:
-        """Return, once, whether the members of this led group must synchronize when it begins."""
-        ranks, self._meets_in = self._meets_in, ()
-        return ranks == group.ranks
+        """Return whether the members of this led group must synchronize when it begins."""
+        return self._meets_in == group.ranks
+
+    def forget_meeting(self) -> None:
+        """Let members of the next groups begin without synchronizing."""
+        self._meets_in = ()
 
     def arrive(self, mode: EngineMode, *, meets: bool) -> None:
         """Keep new writes away from pages that copies of the last migration still need.
