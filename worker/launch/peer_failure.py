@@ -1,7 +1,8 @@
 """Detects that a rank is in a group that has lost a member, or is stuck in it. Pure.
 
-The watchdog calls this from another thread than the one that owns the participant, so the objects
-read here are replaced as a whole, never changed.
+Three threads meet here. The main loop replaces the joined formation, and the session's thread the
+members, each as a whole. The watchdog's thread alone changes the rest, in `look`, which decides by
+one reading of both.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,6 +41,16 @@ class _DegradedFormation:
     since_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What to do about a group that lacks a member."""
+
+    binding: Binding
+    """The formation to abort."""
+    must_unblock: bool
+    """Whether to unblock this rank from its collectives, too."""
+
+
 def _lacks_one(joined: Joined, present: Mapping[Rank, int]) -> bool:
     binding, members = joined
     return len(members) > 1 and any(
@@ -65,47 +76,60 @@ class PeerFailure:
         self._unblocked = -1
         """The aborted formation; this rank leaves it even if the lost rank returns."""
 
-    def heard(self, message: RankDown) -> None:
-        """Record the members that the coordinator last listed."""
+    def heard(self, message: RankDown) -> Binding | None:
+        """Record the members that the coordinator lists; return what lacks one by now."""
         if isinstance(message, Directive) and message.stage.epoch > 0:
             self._present = dict(message.members)
+        return self.degraded_binding()
 
     def degraded_binding(self) -> Binding | None:
         """Return the group that the rank is joined to, or computes in, if it lacks a member."""
-        present = self._present
-        for joined in (self._participant.joined, self._draining_group()):
-            if joined is None or present is None:
+        return self._degraded_in(self._participant.joined, self._present)
+
+    def _degraded_in(
+        self, joined: Joined | None, present: Mapping[Rank, int] | None
+    ) -> Binding | None:
+        if present is None:
+            return None
+        for each in (joined, self._draining_group()):
+            if each is None:
                 continue
-            if joined[0].formation == self._unblocked or _lacks_one(joined, present):
-                return joined[0]
+            if each[0].formation == self._unblocked or _lacks_one(each, present):
+                return each[0]
         return None
 
-    def must_unblock(self, now_s: float) -> bool:
-        """Return whether to unblock this rank: a live member of such a group, past the grace time.
+    def look(self, now_s: float) -> Loss | None:
+        """Return what to do about a group that lacks a member, if one does; call it on every poll.
 
-        A rank that was itself lost, such as one that was stopped and continues, is not unblocked;
-        nor is a rank whose last step in a group that it has left is in flight.
+        `must_unblock` holds for a live member of the joined group, past the grace time: it has to
+        leave then, even if the lost rank returns. A rank that was itself lost, such as one that was
+        stopped and continues, is not unblocked; nor is a rank whose last step in a group that it
+        has left is in flight.
         """
-        lacking_s, joined, present = self._lacking_s(now_s), self._participant.joined, self._present
-        if lacking_s < GRACE_S or joined is None or present is None:
-            return False
-        binding, members = joined
-        own = self._participant.rank
-        if binding != self.degraded_binding() or present.get(own) != members.get(own):
-            return False
-        self._unblocked = binding.formation
-        return True
-
-    def is_stuck(self, now_s: float) -> bool:
-        """Return whether the rank has been in a group without a member beyond the limit."""
-        return self._lacking_s(now_s) > self._limit_s
-
-    def _lacking_s(self, now_s: float) -> float:
-        """Return for how long the group has been known to lack a member; 0 if it does not."""
-        binding = self.degraded_binding()
+        joined, present = self._participant.joined, self._present
+        binding = self._degraded_in(joined, present)
         if binding is None:
             self._degraded = None
-            return 0.0
+            return None
         if self._degraded is None or self._degraded.formation != binding.formation:
             self._degraded = _DegradedFormation(binding.formation, now_s)
-        return now_s - self._degraded.since_s
+        must_unblock = (
+            now_s - self._degraded.since_s >= GRACE_S
+            and joined is not None
+            and joined[0] == binding
+            and self._is_present(joined, present)
+        )
+        if must_unblock:
+            self._unblocked = binding.formation
+        return Loss(binding, must_unblock)
+
+    def _is_present(self, joined: Joined, present: Mapping[Rank, int] | None) -> bool:
+        own = self._participant.rank
+        return present is not None and present.get(own) == joined[1].get(own)
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Return whether the rank is still in the group of the last look, beyond the limit."""
+        binding, degraded = self.degraded_binding(), self._degraded
+        if binding is None or degraded is None or degraded.formation != binding.formation:
+            return False
+        return now_s - degraded.since_s > self._limit_s

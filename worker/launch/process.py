@@ -16,14 +16,13 @@ import structlog
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.messages.rank import RankDown
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding
 from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
 from worker.engine.rank_engine import RankEngine, settle_environment
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
-from worker.launch.peer_failure import PeerFailure
+from worker.launch.peer_failure import Loss, PeerFailure
 from worker.launch.watchdog import Progress, abort_formation, watch
 from worker.rank.core import RankCore
 from worker.rank.loop import RankLoop
@@ -100,12 +99,11 @@ def serve_rank(
     inbox: Inbox = Inbox()
     participant = SwitchParticipant(rank, incarnation)
 
-    def abort(binding: Binding, now_s: float) -> None:
-        abort_formation(binding, loss, engine.communicators, now_s)
+    def abort(lost: Loss) -> None:
+        abort_formation(lost, engine.communicators, loss.degraded_binding)
 
     def heard(message: RankDown) -> None:
-        loss.heard(message)
-        if (binding := loss.degraded_binding()) is not None:
+        if (binding := loss.heard(message)) is not None:
             # The session's thread must not wait: the watchdog does the slow part.
             engine.communicators.abort(binding.group.ranks, binding.formation)
 

@@ -19,7 +19,7 @@ import structlog
 
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import Binding
-from worker.launch.peer_failure import PeerFailure
+from worker.launch.peer_failure import Loss, PeerFailure
 
 log = structlog.get_logger()
 
@@ -67,19 +67,19 @@ class Communicators(Protocol):
 
 
 def abort_formation(
-    binding: Binding, loss: PeerFailure, communicators: Communicators, now_s: float
+    lost: Loss, communicators: Communicators, degraded_binding: Callable[[], Binding | None]
 ) -> None:
     """Abort a formation that lacks a member, and unblock this rank from it if necessary.
 
     A detached step is never unblocked: tasks may have migrated with its results, so it completes or
     this process ends.
     """
-    ranks = binding.group.ranks
-    communicators.abort(ranks, binding.formation)
-    if not loss.must_unblock(now_s):
+    binding = lost.binding
+    communicators.abort(binding.group.ranks, binding.formation)
+    if not lost.must_unblock:
         return
     try:
-        communicators.unblock(ranks, lambda: loss.degraded_binding() == binding)
+        communicators.unblock(binding.group.ranks, lambda: degraded_binding() == binding)
     except Exception:  # The watchdog must survive: it still has to kill the process.
         log.exception("unblock_failed", group=binding.group.name)
 
@@ -87,7 +87,7 @@ def abort_formation(
 def watch(
     loss: PeerFailure,
     progress: Progress,
-    abort: Callable[[Binding, float], None],
+    abort: Callable[[Loss], None],
     beat: Callable[[], None],
 ) -> None:
     """Start a thread that aborts formations that lack a member and kills a stuck process.
@@ -99,8 +99,8 @@ def watch(
         while True:
             beat()
             now_s = time.monotonic()
-            if (binding := loss.degraded_binding()) is not None:
-                abort(binding, now_s)
+            if (lost := loss.look(now_s)) is not None:
+                abort(lost)
             if loss.is_stuck(now_s):
                 reason = "it has not left a group that lost a member"
                 break

@@ -94,8 +94,9 @@ class Watched:
 
     def call_out(self, after_s: float = GRACE_S) -> list[object]:
         """What is asked of the communicators so long after it was known first."""
-        assert not self.loss.is_stuck(0.0)
-        abort_formation(TP2.bindings[0], self.loss, self.communicators, after_s)
+        self.loss.look(0.0)
+        if (lost := self.loss.look(after_s)) is not None:
+            abort_formation(lost, self.communicators, self.loss.degraded_binding)
         return self.communicators.asked
 
 
@@ -107,7 +108,7 @@ def test_a_survivor_is_let_out_behind_the_mark_until_it_has_left() -> None:
     watched.communicators.during = lambda: watched.hear(watched.without)
     assert watched.call_out() == [MARKED, ("let out", (0, 1))]
     assert watched.communicators.is_wanted == [True, False]
-    assert watched.call_out()[2:] == [MARKED], "it has left"
+    assert watched.call_out()[2:] == [], "it has left"
 
 
 def test_a_rank_has_time_to_come_out_by_itself() -> None:
@@ -173,7 +174,7 @@ from worker.launch.watchdog import Progress, watch
 def waits_for_what_never_comes():
     time.sleep(60)
 
-loss = SimpleNamespace(degraded_binding=lambda: None, is_stuck=lambda now_s: False)
+loss = SimpleNamespace(look=lambda now_s: None, is_stuck=lambda now_s: False)
 watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None)
 waits_for_what_never_comes()
 """
