@@ -2,7 +2,7 @@
 
 Pure: the same manifests give the same plan on every rank. A group takes part with its tasks only if
 all its members are present and left the same formation. Tasks that cannot migrate stay out of the
-plan, and their leader has them recomputed.
+plan, and their leader has them recomputed. `manifest_of` only reads the rank's runtime.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from comm_pool.layout import Group, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
-from coordinator.protocol.terms import Binding, Target
+from coordinator.protocol.terms import Binding, Target, TaskId
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard.blocks import joined, pieces
 from kvadaptor.reshard.plan import plan_reshard
@@ -25,11 +26,18 @@ from kvadaptor.reshard.terms import (
     ReshardInput,
     ReshardPlan,
 )
+from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import CachedChain, RunningState
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Ranks = tuple[int, ...]
+
+CACHED_BYTES_MAX = 4 << 30
+"""KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""
+
+_NO_PAGES = np.zeros(0, dtype=np.int64)
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +132,41 @@ def _unpacked(
         for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
     return Manifest(*rest, cargo, chains, written)
+
+
+def nothing_of(manifest: Manifest) -> Manifest:
+    """Return the same manifest without a group and its tasks."""
+    own = manifest.free, manifest.indices, manifest.num_pages
+    return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, *own)
+
+
+def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: int) -> Manifest:
+    """Return the manifest of this rank and of the group that it has left, if any."""
+    pool = runtime.engine.pages
+    free, num_pages = pool.free_pages(), runtime.engine.kv.num_pages
+    indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
+    if group is None:
+        return Manifest(rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices, num_pages)
+    mode = runtime.mode_of(group)
+    pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
+    slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
+    cargo: tuple[TaskSnapshot, ...] = ()
+    chains: tuple[CachedChain, ...] = ()
+    written = _NO_PAGES
+    if mode.scheduler is not None:
+        page_bytes = runtime.engine.kv.geometry.page_bytes // group.width
+        states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
+        led = [(runtime.book.get(TaskId(state.task)), state) for state in states]
+        cargo = tuple(
+            TaskSnapshot(each.header, each.attempt, each.emitted, each.payload, state)
+            for each, state in led
+            if each is not None
+        )
+        chains = tuple(found)
+        written = mode.scheduler.written_blocks()
+    ranks = tuple(int(each) for each in group.ranks)
+    own = free, indices, num_pages
+    return Manifest(rank, ranks, formation, np.sort(pages), slots, *own, cargo, chains, written)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

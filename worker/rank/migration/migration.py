@@ -29,8 +29,14 @@ from worker.rank.migration.copy_rounds import (
     OvertakenError,
     PreparedMigration,
 )
-from worker.rank.migration.manifest import Ints, LateTokens, MigrationPlan, Ranks
-from worker.rank.migration.own_manifest import manifest_of, nothing_of
+from worker.rank.migration.manifest import (
+    Ints,
+    LateTokens,
+    MigrationPlan,
+    Ranks,
+    manifest_of,
+    nothing_of,
+)
 from worker.rank.migration.plan_ahead import MigrationPlanner, log_shortage
 from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import RunningState, prefixes_of
