@@ -42,7 +42,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Execute this step plan; a deferred one a little later (`worker.rank.deferred_step`)."""
+    """Execute this step plan; a deferred one a little later (`worker.rank.steps`)."""
 
     formation: int
     plan: Any

@@ -21,13 +21,15 @@ from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
 from worker.io.step_queue import QueueMessage, Step
-from worker.rank.deferred_step import DeferredStep
 from worker.rank.engine import Engine, EngineMode, Plan, TaskOutput
 from worker.rank.inflight_step import POLL_S, InflightStep
 from worker.rank.led_tasks import LedTasks
 from worker.rank.step_log import StepLog
 
 log = structlog.get_logger()
+
+DEFER_LIMIT_S = 0.01
+"""Maximum delay of a deferred step, for peers to leave and for the migration to be planned."""
 
 
 class StepOwner(Protocol):
@@ -59,6 +61,43 @@ class TokenSink(Protocol):
 
     def push(self, reply_to: str, header: TokenBatch, outputs: Sequence[Any]) -> None:
         """Send the outputs of a step's tasks of one gateway, in the order of the header's spans."""
+
+
+class DeferredStep:
+    """A planned step, not yet computed; has the interface of vLLM's asynchronous output on CUDA.
+
+    On CPU the host cannot compute and prepare a switch at once. Streams would pause for the last
+    old step, the planning and the first new step in one go. Deferring the last step until the
+    manifest is published and the migration is planned splits that into two shorter pauses.
+    """
+
+    def __init__(self, compute: Callable[[], Any], group: Group) -> None:
+        """`group` computes the step."""
+        self.group = group
+        self._compute = compute
+        self._is_over = False
+        self._deferred_s = time.monotonic()
+        self.began_ns = 0
+        """When its computation began, on the host's monotonic clock; 0 before that."""
+        self.copy_event = self
+        """Stands for the event of vLLM's output: callers query either one for the tokens."""
+
+    def query(self) -> bool:
+        """Return whether the step is over; any thread may call this."""
+        return self._is_over
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the step has waited longer than `DEFER_LIMIT_S`."""
+        return time.monotonic() - self._deferred_s > DEFER_LIMIT_S
+
+    def get_output(self) -> Any:
+        """Compute the step; call once. The step is over even if this raises."""
+        self.began_ns = time.monotonic_ns()
+        try:
+            return self._compute()
+        finally:
+            self._is_over = True
 
 
 class Steps:

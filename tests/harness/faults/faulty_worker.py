@@ -13,7 +13,7 @@ from typing import Any
 # It sets the environment of ranks before it imports vLLM, as `main` does.
 from tests.harness.faults import oom_worker
 from worker.__main__ import main
-from worker.rank.deferred_step import DeferredStep
+from worker.rank.steps import DeferredStep
 
 HOLD, HELD = "hold", "held"
 HOLD_LIMIT_S = 20.0

@@ -10,8 +10,8 @@ from comm_pool.layout import Group, Mode, Rank
 from tests.harness.worker.fake_scheduler import token_at
 from tests.harness.worker.stepping_rank import DP, TP, Stage, task_of
 from worker.io.step_queue import Step
-from worker.rank import deferred_step
-from worker.rank.deferred_step import DeferredStep
+from worker.rank import steps
+from worker.rank.steps import DeferredStep
 
 JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 
@@ -95,7 +95,7 @@ def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [stage.steps.is_late]
     hold(stage)
     for limit_s in (60.0, -1.0):
-        monkeypatch.setattr(deferred_step, "DEFER_LIMIT_S", limit_s)
+        monkeypatch.setattr(steps, "DEFER_LIMIT_S", limit_s)
         seen.append(stage.steps.is_late)
     stage.steps.run_deferred()
     assert [*seen, stage.steps.is_late] == [False, False, True, False]
