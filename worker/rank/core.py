@@ -63,10 +63,9 @@ from worker.rank.events import (
     Tick,
     Wait,
 )
-from worker.rank.hello import hello_of
 from worker.rank.lease_members import LeaseUpdates
 from worker.rank.quarantine_probe import QuarantineProbe
-from worker.rank.reports import Reports
+from worker.rank.reports import Reports, hello_of
 from worker.rank.runtime import GroupRuntime
 from worker.rank.switch_clock import SwitchClock
 

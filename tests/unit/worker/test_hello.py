@@ -10,8 +10,8 @@ from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import TaskId, Tier
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank
-from worker.rank.hello import hello_of
 from worker.rank.led_tasks import LedTask
+from worker.rank.reports import hello_of
 
 PAIR = (Rank(0), Rank(1))
 
