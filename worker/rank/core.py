@@ -139,7 +139,7 @@ class RankCore:
                 self._clock.quiesced(ended_ns)
                 self._reports.has_news = True
             case Directive():
-                self._clock.wanted(event.stage.epoch)
+                self._clock.wanted(event.stage.epoch, now_ns)
                 self.participant.on_directive(event)
                 self._reports.has_news |= self._leases.hear(event)
             case Place():
@@ -293,7 +293,7 @@ class RankCore:
         yield from self._after(move)
         took_us = (self._now_ns - started_ns) // 1000
         ended_ns = None if self._steps.has_detached_step else self._steps.ended_ns
-        self._clock.made(move, took_us, ended_ns)
+        self._clock.made(move, took_us, ended_ns, self._now_ns)
         return True
 
     def _leave(self, move: Leave) -> Procedure[None]:

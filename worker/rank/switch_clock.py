@@ -1,6 +1,7 @@
-"""Times that a rank measures at a switch and reports once: to park, to swap, to step again."""
+"""Times of a switch that a rank reports once: to park, to swap, to step again.
 
-import time
+Pure: times are arguments, of the host's monotonic clock.
+"""
 
 from coordinator.protocol.messages.rank import SwitchTimes
 from coordinator.protocol.switch_actions import Join, Leave, Move
@@ -10,7 +11,7 @@ RECENT_STEP_NS = 500_000_000
 
 
 class SwitchClock:
-    """The times of the current switch; used by the rank's main loop alone."""
+    """The times of the current switch."""
 
     def __init__(self) -> None:
         self._wanted_ns: dict[int, int] = {}
@@ -22,29 +23,28 @@ class SwitchClock:
         self._first_step_of: int | None = None
         self._start_of: int | None = None
 
-    def wanted(self, epoch: int) -> None:
+    def wanted(self, epoch: int, now_ns: int) -> None:
         """Note that a directive, new or repeated, asked for this epoch."""
-        self._wanted_ns.setdefault(epoch, time.monotonic_ns())
+        self._wanted_ns.setdefault(epoch, now_ns)
 
-    def made(self, move: Move, took_us: int, step_ended_ns: int | None) -> None:
+    def made(self, move: Move, took_us: int, step_ended_ns: int | None, now_ns: int) -> None:
         """Note a completed action; the last step ended at `step_ended_ns`, or is in flight."""
         match move:
             case Leave(directive=directive):
-                self.parked(directive.stage.epoch, step_ended_ns)
+                self.parked(directive.stage.epoch, step_ended_ns, now_ns)
             case Join(directive=directive):
                 self.joined(directive.stage.epoch, took_us)
             case _:
                 pass
 
-    def parked(self, epoch: int, step_ended_ns: int | None) -> None:
+    def parked(self, epoch: int, step_ended_ns: int | None, now_ns: int) -> None:
         """Note that the rank left its group; None means that its last step is in flight."""
-        now = time.monotonic_ns()
         self._launched = None
         self._ended_us = {epoch: None}
         if step_ended_ns is not None:
-            was_busy = now - step_ended_ns < RECENT_STEP_NS
+            was_busy = now_ns - step_ended_ns < RECENT_STEP_NS
             self._ended_us[epoch] = step_ended_ns // 1000 if was_busy else 0
-        took_us = (now - self._wanted_ns.get(epoch, now)) // 1000
+        took_us = (now_ns - self._wanted_ns.get(epoch, now_ns)) // 1000
         self._tell(SwitchTimes(epoch, park_us=took_us, old_end_us=self._ended_us[epoch] or 0))
         self._wanted_ns = {each: at for each, at in self._wanted_ns.items() if each >= epoch}
 

@@ -3,7 +3,6 @@
 import pytest
 
 from coordinator.protocol.messages.rank import SwitchTimes
-from worker.rank import switch_clock
 from worker.rank.switch_clock import RECENT_STEP_NS, SwitchClock
 
 MS = 1_000_000
@@ -15,24 +14,19 @@ class Monotonic:
     def __init__(self) -> None:
         self.now = 1_000 * MS
 
-    def monotonic_ns(self) -> int:
-        return self.now
-
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Monotonic:
-    clock = Monotonic()
-    monkeypatch.setattr(switch_clock, "time", clock)
-    return clock
+def time() -> Monotonic:
+    return Monotonic()
 
 
 def test_park_is_measured_from_the_first_wish(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.wanted(5)
+    clock.wanted(5, time.now)
     time.now += 3 * MS
-    clock.wanted(5)
+    clock.wanted(5, time.now)
     time.now += 4 * MS
-    clock.parked(5, time.now - 2 * MS)
+    clock.parked(5, time.now - 2 * MS, time.now)
     ended_us = (time.now - 2 * MS) // 1000
     assert clock.take() == (SwitchTimes(5, park_us=7000, old_end_us=ended_us),)
     assert clock.take() == ()
@@ -40,22 +34,22 @@ def test_park_is_measured_from_the_first_wish(time: Monotonic) -> None:
 
 def test_a_rank_that_was_idle_ended_no_step(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.wanted(5)
-    clock.parked(5, time.now - RECENT_STEP_NS)
+    clock.wanted(5, time.now)
+    clock.parked(5, time.now - RECENT_STEP_NS, time.now)
     assert clock.take()[0].old_end_us == 0
 
 
 def test_a_wish_that_was_never_heard_took_no_time(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.parked(5, time.now)
+    clock.parked(5, time.now, time.now)
     assert clock.take()[0].park_us == 0
 
 
 def test_the_way_from_the_last_old_to_the_first_new_step(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.wanted(5)
+    clock.wanted(5, time.now)
     ended = time.now
-    clock.parked(5, ended)
+    clock.parked(5, ended, time.now)
     clock.copied(5, 0.0015, 4096)
     clock.joined(5, 30)
     clock.begun(is_busy=True)
@@ -73,7 +67,7 @@ def test_the_way_from_the_last_old_to_the_first_new_step(time: Monotonic) -> Non
 
 def test_a_follower_tells_no_length_of_its_first_step(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.parked(5, time.now)
+    clock.parked(5, time.now, time.now)
     clock.joined(5, 30)
     clock.begun(is_busy=True)
     clock.take()
@@ -84,7 +78,7 @@ def test_a_follower_tells_no_length_of_its_first_step(time: Monotonic) -> None:
 
 def test_a_group_without_work_does_not_count_the_time_until_some_comes(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.parked(5, time.now)
+    clock.parked(5, time.now, time.now)
     clock.joined(5, 30)
     clock.begun(is_busy=False)
     clock.leads(5)
@@ -102,11 +96,11 @@ def test_a_copy_of_nothing_still_took_part(time: Monotonic) -> None:
 
 def test_an_overtaken_switch_leaves_nothing_to_the_next(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.wanted(5)
-    clock.parked(5, time.now)
-    clock.wanted(6)
+    clock.wanted(5, time.now)
+    clock.parked(5, time.now, time.now)
+    clock.wanted(6, time.now)
     time.now += 2 * MS
-    clock.parked(6, 0)
+    clock.parked(6, 0, time.now)
     clock.joined(6, 10)
     clock.begun(is_busy=True)
     clock.take()
@@ -118,8 +112,8 @@ def test_an_overtaken_switch_leaves_nothing_to_the_next(time: Monotonic) -> None
 
 def test_a_step_behind_one_that_is_under_way_starts_when_that_ends(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.wanted(5)
-    clock.parked(5, None)
+    clock.wanted(5, time.now)
+    clock.parked(5, None, time.now)
     clock.joined(5, 30)
     clock.begun(is_busy=True)
     launched, time.now = time.now + 2 * MS, time.now + 9 * MS
@@ -132,7 +126,7 @@ def test_a_step_behind_one_that_is_under_way_starts_when_that_ends(time: Monoton
 
 def test_a_follower_may_launch_before_it_knows_of_the_end(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.parked(5, None)
+    clock.parked(5, None, time.now)
     clock.joined(5, 30)
     clock.begun(is_busy=True)
     clock.take()
@@ -147,7 +141,7 @@ def test_a_follower_may_launch_before_it_knows_of_the_end(time: Monotonic) -> No
 
 def test_the_end_of_a_step_that_trailed_is_told(time: Monotonic) -> None:
     clock = SwitchClock()
-    clock.parked(5, None)
+    clock.parked(5, None, time.now)
     assert clock.take()[0].old_end_us == 0
     clock.quiesced(time.now)
     assert clock.take() == (SwitchTimes(5, old_end_us=time.now // 1000),)
