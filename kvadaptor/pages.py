@@ -64,6 +64,16 @@ class PagePool:
         # Group -> table of pages by lease index; 0 marks an unused index.
         self._leases: dict[GroupKey, Pages] = {}
 
+    def __repr__(self) -> str:
+        """Return the pages by place: ranges of own pages, and of each group's lease indices."""
+        parts = [f"{self._free} of {self._place.size} pages free"]
+        if self._owned:
+            parts.append(f"owned {_ranges(self.own_pages())}")
+        for group in sorted(self._leases):
+            ranks = "-".join(map(str, group))
+            parts.append(f"leased to {ranks} as {_ranges(self.lease_indices(group))}")
+        return f"<{', '.join(parts)}>"
+
     def grant_own_pages(self, n: int) -> Pages:
         """Move the n lowest free pages to the rank's own scheduler and return them, ascending.
 
@@ -259,6 +269,13 @@ def distinct(numbers: npt.NDArray[np.int64], below: int) -> Pages:
     named = np.zeros(below, dtype=np.bool_)
     named[numbers] = True
     return np.flatnonzero(named)
+
+
+def _ranges(numbers: Pages) -> str:
+    """Return ascending numbers as ranges, such as `1-3+7`."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    ends = ((int(run[0]), int(run[-1])) for run in runs if run.size)
+    return "+".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def _all_differ(numbers: Pages) -> bool:

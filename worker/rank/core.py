@@ -119,6 +119,22 @@ class RankCore:
         """The last formation in which a step ran out of memory."""
         self._reported_no_room = 0
 
+    def __repr__(self) -> str:
+        """Return the participant's state, tasks, last step and pages in one line."""
+        tasks = " ".join(led.header.task for led in self.runtime.book)
+        parts = [describe(self.participant), f"tasks {tasks}" if tasks else "no tasks"]
+        if self._steps.has_deferred_step:
+            parts.append("its step deferred")
+        elif self._steps.has_inflight:
+            is_detached = self._steps.has_detached_step
+            parts.append("its step detached" if is_detached else "its step in flight")
+        parts += [f"{type(each).__name__} {each.task} pending" for each in self._pending_commands]
+        if self.is_in_aborted_formation:
+            parts.append("formation aborted")
+        if self.stop_reason is not None:
+            parts.append(f"stops: {self.stop_reason}")
+        return f"<{', '.join(parts)}, {self.engine.pages!r}>"
+
     def handle(self, event: Event, now_ns: int) -> Effect | None:
         """Take an event in; return what to do now, or None until the next event.
 
@@ -437,3 +453,17 @@ class RankCore:
         self._reported_no_room = self.oom_formation
         times, probed = self._clock.take(), self.probing.results
         return self._reports.take(self._now_ns, times, probed, self._reported_no_room)
+
+
+def describe(participant: SwitchParticipant) -> str:
+    """Return a participant's state in a few words, such as `rank 1.1 at 2.SWAP follows tp2@2`."""
+    stage, binding = participant.stage, participant.binding
+    words = [
+        f"rank {participant.rank}.{participant.incarnation} at {stage.epoch}.{stage.phase.name}"
+    ]
+    if binding is not None:
+        words.append("leads" if participant.is_leader else "follows")
+        words.append(f"{binding.group.name}@{binding.formation}")
+    words += ["serves"] if participant.serving else []
+    words += ["moves"] if participant.is_moving else []
+    return " ".join(words)

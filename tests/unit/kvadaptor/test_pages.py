@@ -19,6 +19,17 @@ def busy_pool() -> PagePool:
     return pool
 
 
+def test_a_pool_shows_where_its_pages_are() -> None:
+    assert repr(PagePool(4)) == "<3 of 4 pages free>"
+    pool = busy_pool()
+    shown = "owned 1-2, leased to 0-1 as 1-3, leased to 0-1-2-3 as 1"
+    assert repr(pool) == f"<3 of 10 pages free, {shown}>"
+    pool.keep_only(PAIR, [1, 3])
+    pool.return_own([1])
+    shown = "owned 2, leased to 0-1 as 1+3, leased to 0-1-2-3 as 1"
+    assert repr(pool) == f"<5 of 10 pages free, {shown}>"
+
+
 def test_a_new_pool_is_free_but_for_the_null_page() -> None:
     assert PagePool(10).counts() == PageCounts(10, 1, 9, 0, {})
     assert PagePool(1).counts() == PageCounts(1, 1, 0, 0, {})
