@@ -63,7 +63,6 @@ from worker.rank.events import (
     Tick,
     Wait,
 )
-from worker.rank.lease_members import LeaseUpdates
 from worker.rank.quarantine_probe import QuarantineProbe
 from worker.rank.reports import Reports, hello_of
 from worker.rank.runtime import GroupRuntime
@@ -106,7 +105,7 @@ class RankCore:
         self._communicators = engine.communicators
         self._leaving = Departure(runtime, engine.spec.rank)
         self._clock = SwitchClock()
-        self._leases = LeaseUpdates(runtime, participant)
+        self._leases = runtime.leases
         self._reports = Reports(engine, runtime, participant, heartbeat_s)
         self._procedures: list[Procedure[None]] = []
         """The procedures that wait for a result; the last one waits for the next one."""
@@ -157,7 +156,7 @@ class RankCore:
             case Directive():
                 self._clock.wanted(event.stage.epoch, now_ns)
                 self.participant.on_directive(event)
-                self._reports.has_news |= self._leases.hear(event)
+                self._reports.has_news |= self._leases.hear(event, self.participant)
             case Place():
                 self.runtime.place(event, self.participant.binding)
                 self._reports.has_news |= bool(self.runtime.returned or self.runtime.ended)
@@ -336,7 +335,7 @@ class RankCore:
             self._leases.formed(binding.group.ranks, directive)
 
     def _after(self, move: Move) -> Procedure[None]:
-        self._leases.made(move)
+        self._leases.made(move, self.participant)
         match move:
             case Leave(directive=directive) if self.participant.is_moving:
                 # While the report travels, peers read here what they plan the migration from.

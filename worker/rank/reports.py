@@ -91,7 +91,7 @@ class Reports:
             paused=len(runtime.book) - running - waiting,
             blocks_free=scheduler.blocks_free if scheduler is not None else 0,
             blocks_total=scheduler.blocks_total if scheduler is not None else 0,
-            retentions=tuple(runtime.retentions.values()),
+            retentions=tuple(runtime.leases.retentions.values()),
             ended=tuple(ended),
             returned=tuple(returned),
             progress=self._progress() if is_heartbeat else (),

@@ -4,20 +4,17 @@
 safe points, so nothing here needs a lock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group, Mode
-from coordinator.protocol.messages.rank import LeaseRetention, PageReport, Place
+from comm_pool.layout import Group, Rank
+from coordinator.protocol.messages.rank import PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
-from kvadaptor.pages import without
 from worker.io.gc_pause import GcPause
 from worker.io.step_queue import (
     FOLLOWER_POLL_S,
@@ -30,14 +27,12 @@ from worker.io.step_queue import (
     send,
 )
 from worker.rank.engine import Engine, EngineMode, EngineScheduler
+from worker.rank.leases import Leases
 from worker.rank.led_tasks import MOVED, LedTask, LedTasks
 from worker.rank.migration.migration import Migration
 from worker.rank.steps import Steps, TokenSink
 
 log = structlog.get_logger()
-
-VERSIONS_PER_INCARNATION = 1 << 32
-"""Lease versions grow across restarts of a leader: its incarnation is their high part."""
 
 
 class GroupRuntime:
@@ -48,13 +43,8 @@ class GroupRuntime:
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
-        self.retentions: dict[tuple[int, ...], LeaseRetention] = {}
         self.steps = Steps(self, incarnation, publisher)
-        self._lease_version = incarnation * VERSIONS_PER_INCARNATION
-        self._applied_retentions: dict[tuple[int, ...], tuple[int, int]] = {}
-        self._formed: dict[tuple[int, ...], int] = {}
-        self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Lease indices that hold migrated tasks of a group, until the group begins."""
+        self.leases = Leases(self, incarnation)
         self._collector = GcPause()
         self.migration = Migration(self, engine.mailboxes, engine.spec.rank)
         self._mode: EngineMode | None = None
@@ -81,24 +71,13 @@ class GroupRuntime:
         self.steps.run_deferred()  # A deferred step belongs to the mode selected so far.
         self._mode = self.engine.select(binding.group.width, binding.formation)
         self._binding = binding
-        self._formed[binding.group.ranks] = binding.formation
+        self.leases.joined(binding)
         self.migration.joined()
-
-    def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
-        """Note that a migration has leased these indices to a group about to be joined."""
-        ranks = binding.group.ranks
-        self._formed[ranks] = binding.formation
-        self._moved_in[ranks] = tuple(indices.tolist())
-        self._applied_retentions[ranks] = (binding.formation, -1)
-
-    def not_joined(self) -> None:
-        """Drop the preparation for a group that is not joined; its leader retains pages."""
-        self._moved_in.clear()
 
     def unbind(self) -> None:
         """Leave the group; its last step may become a detached step."""
         self._collector.pause()
-        self.not_joined()
+        self.leases.not_joined()
         self._mode = None
         self._binding = None
 
@@ -119,7 +98,7 @@ class GroupRuntime:
     def _send_leave(self, leave: Leave) -> None:
         binding, group, is_lost = leave.binding, leave.binding.group, leave.group_lost
         wait_s = 0.0 if is_lost else LEADER_SEND_LIMIT_S
-        retention = self.retentions.get(group.ranks)
+        retention = self.leases.retentions.get(group.ranks)
         has_withdrawn = is_lost or leave.carry is not Carry.RESHARD
         indices = retention.indices if has_withdrawn and retention is not None else None
         try:
@@ -133,7 +112,7 @@ class GroupRuntime:
         if indices is not None:
             # The followers do the same: the next grant counts the pages that each member has free
             # after it left.
-            self.keep_only(group.ranks, indices)
+            self.leases.keep_only(group.ranks, indices)
 
     def serve(self, binding: Binding, indices: tuple[int, ...], grant_pages: int) -> None:
         """Make the joined group serve: notify its followers, then begin here.
@@ -142,7 +121,7 @@ class GroupRuntime:
         """
         held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
         indices = tuple(index for index in indices if index in held)
-        retention = self.retentions.get(binding.group.ranks)
+        retention = self.leases.retentions.get(binding.group.ranks)
         version = retention.version if retention is not None else -1
         meets = self.migration.meets_in(binding.group)
         self.migration.forget_meeting()  # Only the first group after a migration does.
@@ -153,30 +132,18 @@ class GroupRuntime:
         self, grant_pages: int, indices: tuple[int, ...], version: int, *, meets: bool = False
     ) -> None:
         """Lease pages for the joined group (dp: own them) and grant them to its scheduler."""
-        mode, group = self._joined()
+        mode, binding = self._joined()
         self.migration.arrive(mode, meets=meets)
         if self.steps.has_inflight and not self.steps.has_detached_step:
             self.steps.finish_inflight()  # The group was left and joined again within one step.
-        pool = self.engine.pages
-        if group.mode is Mode.DP:
-            pool.grant_own_pages(grant_pages)
-            granted = pool.own_pages()
-        else:
-            assert mode.table is not None
-            indices = (*indices, *self._moved_in.pop(group.ranks, ()))
-            is_held = set(indices) <= set(pool.lease_indices(group.ranks).tolist())
-            assert is_held, "tasks hold pages that this rank has given up."
-            self.keep_only(group.ranks, indices)
-            mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
-            granted = pool.lease_indices(group.ranks)
-        if self._binding is not None:
-            self._applied_retentions[group.ranks] = (self._binding.formation, version)
+        granted = self.leases.begin(mode, binding, grant_pages, indices)
+        self.leases.began(binding, version)
         if mode.scheduler is not None:
             mode.scheduler.grant(granted)
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
         """Send a message to the followers of the joined group; see `tell`."""
-        self.tell(self._joined()[1], message, wait_s=wait_s)
+        self.tell(self._joined()[1].group, message, wait_s=wait_s)
 
     def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
         """Send a message to the followers of any group that this rank leads; raises as `send`."""
@@ -184,50 +151,19 @@ class GroupRuntime:
             pool, queue = self.engine.communicators, self.mode_of(group).queue
             send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
 
-    def apply_retentions(self, leases: Iterable[LeaseRetention]) -> bool:
-        """Free pages of unbound groups that their leaders do not need; return whether any were."""
-        changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
-        for lease in leases:
-            order = (lease.formation, lease.version)
-            # An old retention does not cover pages leased since; a published manifest must stay
-            # true.
-            is_old = self._applied_retentions.get(lease.ranks, (-1, -1)) >= order
-            if is_old or lease.ranks in (
-                bound,
-                self.migration.published_ranks,
-                self.migration.goal,
-            ):
-                continue
-            self._applied_retentions[lease.ranks] = order
-            changed |= self.keep_only(lease.ranks, lease.indices)
-        return changed
-
-    def keep_only(self, ranks: tuple[int, ...], indices: Sequence[int]) -> bool:
-        """Free all other pages of a group's lease; return whether there were any."""
-        pool = self.engine.pages
-        leased = pool.lease_indices(ranks)
-        dropped = without(leased, np.array(indices, dtype=np.int64))
-        if not dropped.size:
-            return False
-        self.migration.gave_up(ranks)
-        mode = self.engine.of_width(len(ranks))
-        assert mode.ranks == ranks and mode.table is not None
-        if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
-            # A member's share of these pages is lost, so their tasks are recomputed.
-            group = Group(mode.ranks, Mode.TP)
-            self.give_up(group, lost, ReturnCause.RECOMPUTE)
-        mode.table.unmap(dropped)
-        pool.keep_only(ranks, without(leased, dropped).tolist())
-        return True
-
     def page_report(self) -> PageReport:
         """Return this rank's page counts."""
         now = self.engine.pages.counts()
         return PageReport(now.total, now.free, now.owned, sum(now.leased.values()))
 
-    def _joined(self) -> tuple[EngineMode, Group]:
+    @property
+    def bound_ranks(self) -> tuple[Rank, ...]:
+        """The joined group; empty if there is none."""
+        return self._binding.group.ranks if self._binding is not None else ()
+
+    def _joined(self) -> tuple[EngineMode, Binding]:
         assert self._mode is not None and self._binding is not None, "the rank is in no group."
-        return self._mode, self._binding.group
+        return self._mode, self._binding
 
     # ------------------------------------------------------------------ tasks
 
@@ -289,7 +225,7 @@ class GroupRuntime:
         self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
         if group_lost or carry is not Carry.PAUSE:
             self.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
-        self.withdraw(group)
+        self.leases.withdraw(group)
 
     def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
         """Forget tasks that another leader continues."""
@@ -308,19 +244,6 @@ class GroupRuntime:
         for mode in self.engine.modes.values():
             if mode.scheduler is not None:
                 mode.scheduler.tidy()
-
-    def withdraw(self, group: Group) -> None:
-        """Release pages of a parked group that no task holds; a wide group publishes the rest."""
-        held, pool = self._led(group).withdraw(), self.engine.pages
-        if group.mode is Mode.DP:
-            pool.return_own(without(pool.own_pages(), held))
-            return
-        self._lease_version += 1
-        formation = self._formed[group.ranks]
-        indices = tuple(held.tolist())
-        self.retentions[group.ranks] = LeaseRetention(
-            group.ranks, self._lease_version, indices, formation
-        )
 
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = False
@@ -341,7 +264,7 @@ class GroupRuntime:
 
     def _withdraw_if_parked(self, group: Group) -> None:
         if self._binding is None or self._binding.group.ranks != group.ranks:
-            self.withdraw(group)
+            self.leases.withdraw(group)
 
     def _give_back(
         self, task: TaskId, attempt: int, generated: tuple[int, ...], cause: ReturnCause
@@ -365,9 +288,8 @@ class GroupRuntime:
 
     def defer_step(self, epoch: int) -> None:
         """Plan the last step of the led group and let all members defer it; see `Steps.defer`."""
-        mode, _ = self._joined()
-        assert self._binding is not None
-        self.steps.defer(mode, self._binding, epoch)
+        mode, binding = self._joined()
+        self.steps.defer(mode, binding, epoch)
 
     def forget_steps(self, binding: Binding) -> None:
         """Drop the runner's state of the formation's tasks: its last step never ends."""
@@ -387,9 +309,8 @@ class GroupRuntime:
 
     def lead_step(self, epoch: int) -> int:
         """Launch one step of the led group; see `Steps.lead`."""
-        mode, _ = self._joined()
-        assert self._binding is not None
-        return self.steps.lead(mode, self._binding, epoch)
+        mode, binding = self._joined()
+        return self.steps.lead(mode, binding, epoch)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
         """Read one message of the joined group and obey it; the caller handles leave messages."""
@@ -409,7 +330,7 @@ class GroupRuntime:
             case LeaveGroup(lease_indices=indices):
                 if indices is not None:
                     # The coordinator sends this too, but later.
-                    self.keep_only(binding.group.ranks, indices)
+                    self.leases.keep_only(binding.group.ranks, indices)
         return message
 
     def drain_queues(self) -> list[int]:

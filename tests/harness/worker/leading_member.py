@@ -51,7 +51,7 @@ class Stage:
     def has_moved_to(self, binding: Binding, *, ends_late: bool) -> None:
         """A committed move has prepared this group."""
         self.runtime.migration._meets_in = binding.group.ranks if ends_late else ()
-        self.runtime.prepared(binding, np.zeros(0, dtype=np.int64))
+        self.runtime.leases.prepared(binding, np.zeros(0, dtype=np.int64))
         self.runtime.join(binding)
 
 

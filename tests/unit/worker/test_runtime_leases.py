@@ -7,13 +7,12 @@ import pytest
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive, LeaseRetention
-from coordinator.protocol.switch_actions import Leave, Resolve
+from coordinator.protocol.switch_actions import Leave, Move, Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, Phase
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank
-from worker.rank.lease_members import LeaseUpdates
 from worker.rank.migration.copy_rounds import PreparedMigration
 from worker.rank.runtime import GroupRuntime
 
@@ -37,25 +36,25 @@ def kept(*indices: int) -> list[LeaseRetention]:
 
 
 def test_pages_that_the_leader_gave_up_are_freed(runtime: GroupRuntime) -> None:
-    assert runtime.apply_retentions(kept(1, 2))
+    assert runtime.leases.apply_retentions(kept(1, 2))
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
-    assert not runtime.apply_retentions(kept(1)), "the same version again says nothing new"
+    assert not runtime.leases.apply_retentions(kept(1)), "the same version again says nothing new"
 
 
 def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(runtime: GroupRuntime) -> None:
     """The plan counts on them: it may write there, and take them over when it is committed."""
     runtime.migration.on_leave(Binding(GROUP, BORN + 1))
-    assert not runtime.apply_retentions(kept(1, 2))
+    assert not runtime.leases.apply_retentions(kept(1, 2))
     assert runtime.migration.ranks == RANKS
     assert len(runtime.engine.pages.lease_indices(RANKS)) == 8
     runtime.migration.joined()
-    assert runtime.apply_retentions(kept(1, 2)), "every directive repeats it"
+    assert runtime.leases.apply_retentions(kept(1, 2)), "every directive repeats it"
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
 
 
 def test_pages_of_another_group_are_freed_during_a_move(runtime: GroupRuntime) -> None:
     runtime.migration.on_leave(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
-    assert runtime.apply_retentions(kept(3))
+    assert runtime.leases.apply_retentions(kept(3))
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [3]
 
 
@@ -76,10 +75,10 @@ def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(
 ) -> None:
     """Its leader may have begun on top of them by now."""
     plan_into_pair(runtime)
-    assert not runtime.apply_retentions(kept())
+    assert not runtime.leases.apply_retentions(kept())
     assert len(held(runtime)) == 8
     runtime.migration._pending = None
-    assert runtime.apply_retentions(kept())
+    assert runtime.leases.apply_retentions(kept())
 
 
 class Told:
@@ -88,11 +87,13 @@ class Told:
     def __init__(self, runtime: GroupRuntime) -> None:
         self.runtime = runtime
         self.participant = SwitchParticipant(Rank(1), 1)
-        self.news = LeaseUpdates(runtime, self.participant)
 
     def hear(self, order: Directive) -> bool:
         self.participant.on_directive(order)
-        return self.news.hear(order)
+        return self.runtime.leases.hear(order, self.participant)
+
+    def made(self, move: Move) -> None:
+        self.runtime.leases.made(move, self.participant)
 
 
 def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseRetention) -> Directive:
@@ -106,15 +107,15 @@ def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_
 ) -> None:
     """It may be back in the directive that decides: then the group is joined all the same."""
     told = Told(runtime)
-    told.news.formed(RANKS, order(BORN))
+    runtime.leases.formed(RANKS, order(BORN))
     plan_into_pair(runtime)
     assert not told.hear(order(BORN + 2, {0: 2}))
     assert len(held(runtime)) == 8
     runtime.migration._pending = None
-    told.news.made(Resolve(BORN + 1, False, False, False, order(BORN + 2, {0: 2})))
+    told.made(Resolve(BORN + 1, False, False, False, order(BORN + 2, {0: 2})))
     assert len(held(runtime)) == 8, "another directive counts by now"
     assert told.participant.wanted is not None
-    told.news.made(Resolve(BORN + 1, False, False, False, told.participant.wanted))
+    told.made(Resolve(BORN + 1, False, False, False, told.participant.wanted))
     assert held(runtime) == []
 
 
@@ -130,7 +131,7 @@ def test_what_was_told_during_a_move_is_obeyed_before_the_group_is_formed_again(
     assert not told.hear(last)
     runtime.migration._is_published = False
     if by == "a leave":
-        told.news.made(Leave(binding, Carry.PAUSE, False, False, last))
+        told.made(Leave(binding, Carry.PAUSE, False, False, last))
     else:
-        told.news.made(Resolve(BORN + 1, False, False, by == "a resolve that joins", last))
+        told.made(Resolve(BORN + 1, False, False, by == "a resolve that joins", last))
     assert len(held(runtime)) == (8 if by == "a resolve that joins" else 0)

@@ -304,7 +304,7 @@ class Migration:
             self._commit(pending)
             if resolve.is_joined:
                 return  # The rank joins the new group next.
-            self._runtime.not_joined()
+            self._runtime.leases.not_joined()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if is_spoiled:
             log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
@@ -319,7 +319,7 @@ class Migration:
         assert scheduler is not None
         if is_spoiled or carry is not Carry.PAUSE:
             self._runtime.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
-        self._runtime.withdraw(group)
+        self._runtime.leases.withdraw(group)
 
     def _commit(self, pending: PreparedMigration) -> None:
         self._hand_over(pending.move)
@@ -330,7 +330,7 @@ class Migration:
             self._take_pages(move, number)
             self._meets_in = binding.group.ranks if pending.ends_late else ()
             self._group, self._formation = binding.group, binding.formation
-            self._runtime.prepared(binding, move.indices[number])
+            self._runtime.leases.prepared(binding, move.indices[number])
             if binding.group.leader == self._rank:
                 self._adopt(binding, pending, move.indices[number])
 
@@ -348,7 +348,7 @@ class Migration:
             ]
             self._runtime.hand_over(group, gone)
             self._runtime.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
-            self._runtime.withdraw(group)
+            self._runtime.leases.withdraw(group)
         if group.mode is Mode.DP or not self._gives_up(move, group):
             return  # A leader that took no part publishes what its tasks still hold.
         assert mode.table is not None
