@@ -328,7 +328,8 @@ class RankCore:
             return
         self._clock.begun(is_busy=self.runtime.has_tasks)
         self._clock.leads(directive.stage.epoch)
-        yield from self._guarded(Probe(binding, directive))
+        if self.probing.is_due(binding, directive):
+            yield from self._guarded(Probe(binding, directive))
 
     def _share(self, directive: Directive) -> None:
         if (binding := directive.target.binding_of(self._rank)) is not None:

@@ -145,7 +145,7 @@ class DrainQueues:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Let a group that begins compute the probe, if that is due."""
+    """Let a group that begins compute the probe."""
 
     binding: Binding
     directive: Directive = field(repr=False)

@@ -178,7 +178,7 @@ class RankLoop:
             case Obey(command=command):
                 runtime.give_back(command.task)
             case Probe(binding=binding, directive=directive):
-                self.core.probing.formed(runtime, binding, directive)
+                self.core.probing.run(runtime, binding, directive)
             case _:
                 assert_never(effect)
 

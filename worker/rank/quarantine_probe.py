@@ -64,14 +64,23 @@ class QuarantineProbe:
         """The results for every report: the coordinator recognizes those it has seen."""
         return tuple(self._results.values())
 
-    def formed(self, runtime: GroupRuntime, binding: Binding, directive: Directive) -> None:
-        """Probe a group that this rank leads, if configured or if its processes are new to it."""
-        ranks, present = binding.group.ranks, dict(directive.members)
-        processes = [present.get(rank) for rank in ranks]
-        known = self._proved.get(binding.group, [self._together.get(rank) for rank in ranks])
-        if not self._after_switch and (len(ranks) == 1 or processes == known):
-            return
-        mode = runtime.mode_of(binding.group)
+    def is_due(self, binding: Binding, directive: Directive) -> bool:
+        """Return whether to probe a group that this rank leads: if configured, or new to it."""
+        group = binding.group
+        known = self._proved.get(group, [self._together.get(rank) for rank in group.ranks])
+        is_new = group.width > 1 and known != self._processes(group, directive)
+        return is_new or self._after_switch
+
+    def _processes(self, group: Group, directive: Directive) -> list[int | None]:
+        present = dict(directive.members)
+        return [present.get(rank) for rank in group.ranks]
+
+    def run(self, runtime: GroupRuntime, binding: Binding, directive: Directive) -> None:
+        """Probe a group that this rank leads, unless it is full of tasks.
+
+        Raises `PeerLostError` if its formation is aborted meanwhile.
+        """
+        ranks, mode = binding.group.ranks, runtime.mode_of(binding.group)
         if mode.scheduler is None or mode.scheduler.is_full:
             log.warning("mode_not_probed", group=binding.group.name, reason="it is full of tasks")
             return
@@ -89,7 +98,7 @@ class QuarantineProbe:
             wanted, _ = self._engine.probed[mode.width, step_mode]
             epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)
-        self._proved[binding.group] = processes
+        self._proved[binding.group] = self._processes(binding.group, directive)
 
     def _note(
         self, mode: EngineMode, step_mode: StepMode, epoch: int, error: float, took_us: int

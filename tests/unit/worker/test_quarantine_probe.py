@@ -58,7 +58,8 @@ class Probed:
         members = {int(rank): born for rank, born in incarnations.items()}
         wanted = target("tp2", epoch, world=2)
         order = directive(wanted, epoch, Phase.SERVE, members=members)
-        self.probing.formed(runtime, binding, order)
+        if self.probing.is_due(binding, order):
+            self.probing.run(runtime, binding, order)
         return [str(each) for each in self.probe.computed]
 
     @property
