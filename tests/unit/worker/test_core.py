@@ -6,14 +6,16 @@ from collections.abc import Iterator
 import pytest
 
 from comm_pool.formations import PeerLostError
+from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Stop
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_actions import Reshard, Resolve
-from coordinator.protocol.terms import Carry, EndCause, Phase, Stage, TaskId
+from coordinator.protocol.terms import Carry, EndCause, Phase, ReturnCause, Stage, TaskId
 from tests.harness.worker.core_cell import CoreCell, CoreRank, drop, kinds
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_scheduler import token_at
 from worker.io.session import HelloWanted
+from worker.rank.departure import STEPS_MAX
 from worker.rank.events import (
     CopiesDone,
     DetachedStepEnded,
@@ -275,3 +277,45 @@ def test_a_move_that_another_layout_overtakes_stays_undecided() -> None:
     resolve = core.handle(Overtaken(), 3)
     assert isinstance(resolve, Resolve)
     assert (resolve.is_committed, resolve.stays_parked) == (False, True)
+
+
+def test_a_leader_steps_on_while_its_peer_does_and_then_leaves() -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    leader = cell.ranks[0]
+    leader.turn(3)
+    an_hour_ns = 3_600_000 * MS
+    leader.engine.mailboxes[Rank(1)].expect_end(leader.runtime.steps.ends_ns + an_hour_ns)
+    cell.retarget("tp2")
+    leader.hear(cell.wanted(Phase.PARK, Carry.RESHARD))
+    assert kinds(leader.turn(STEPS_MAX)) == ["LeadStep"] * STEPS_MAX
+    assert kinds(leader.turn())[:3] == ["DeferStep", "Leave", "Publish"]
+
+
+@pytest.mark.parametrize("born", [1, 2])
+def test_a_group_with_a_new_process_is_probed_before_its_first_step(born: int) -> None:
+    cell = CoreCell("dp2")
+    leader = cell.ranks[0]
+    cell.retarget("tp2")
+    for phase in (Phase.PARK, Phase.SWAP, Phase.SERVE):
+        leader.hear(cell.wanted(phase, members={1: born}))
+    effects = kinds(leader.turn())
+    served = effects[effects.index("Serve") :]
+    assert served == (["Serve", "Probe"] if born == 2 else ["Serve"])
+
+
+def test_a_lease_whose_member_is_lost_is_given_up_with_its_paused_tasks() -> None:
+    cell = CoreCell("tp2", pages=9)
+    cell.place_task("a")
+    cell.turn(3)
+    cell.form("dp2", Carry.PAUSE)
+    leader, follower = cell.ranks
+    assert "leased to 0-1 as" in repr(leader.core)
+    assert "leased to 0-1 as" in repr(follower.core)
+    lost = cell.wanted(Phase.SERVE, Carry.PAUSE, members={1: 2})
+    assert leader.core.handle(lost, 1) is None
+    assert "leased" not in repr(leader.core)
+    assert leader.returned == [("a", ReturnCause.RECOMPUTE)]
+    lost = cell.wanted(Phase.SERVE, Carry.PAUSE, members={0: 2})
+    assert follower.core.handle(lost, 1) is None
+    assert "leased" not in repr(follower.core)
