@@ -180,14 +180,16 @@ class RankCore:
         return effect
 
     def _resume(self, result: Result) -> Effect | None:
-        procedure = self._procedures[-1]
+        procedure = self._procedures.pop()
         try:
             if isinstance(result, StepFailed):
-                return procedure.throw(result.error)
-            return procedure.send(result)
+                effect = procedure.throw(result.error)
+            else:
+                effect = procedure.send(result)
         except StopIteration:
-            self._procedures.pop()
             return None
+        self._procedures.append(procedure)
+        return effect
 
     # ------------------------------------------------------------------ a pass
 

@@ -24,6 +24,7 @@ from worker.rank.events import (
     Effect,
     Follow,
     LeadStep,
+    Obey,
     Overtaken,
     Prepare,
     Prepared,
@@ -148,6 +149,16 @@ def test_the_error_of_a_formation_that_was_left_ends_the_process() -> None:
     assert isinstance(rank.core.handle(Tick(), 1), LeadStep)
     with pytest.raises(PeerLostError):
         rank.core.handle(StepFailed(PeerLostError(99)), 1)
+
+
+def test_a_command_that_fails_within_a_pass_does_not_end_the_pass() -> None:
+    """A migration swallows what goes wrong while it reads the inbox, and is itself a failed one."""
+    core = CoreRank(FakeCell(1)).core
+    assert core.handle(Tick(), 1) == DrainQueues()
+    assert core.handle(drop("a"), 1) == Obey(drop("a"))
+    with pytest.raises(PeerLostError):
+        core.handle(StepFailed(PeerLostError(99)), 1)
+    assert isinstance(core.handle(QueuesDrained(()), 1), SendReport)
 
 
 def test_an_error_where_no_step_runs_ends_the_process() -> None:
