@@ -76,6 +76,8 @@ IDLE_WAIT_S = 0.05
 DETACHED_POLL_S = 0.0003
 """The same while a detached step is in flight or peers' mailboxes are awaited."""
 
+STEP_ERRORS = PeerLostError, NoRoomError
+
 T = TypeVar("T")
 
 Procedure = Generator[Effect, Result, T]
@@ -109,6 +111,8 @@ class RankCore:
         self._reports = Reports(engine, runtime, participant, heartbeat_s)
         self._procedures: list[Procedure[None]] = []
         """The procedures that wait for a result; the last one waits for the next one."""
+        self._lead = LeadStep(0)
+        """The last one, as most passes of an epoch ask for the same."""
         self._now_ns = 0
         self._pending_commands: list[Drop | GiveBack] = []
         """Task commands received during a migration."""
@@ -203,7 +207,16 @@ class RankCore:
             # A follower no longer needs its leader's leave message.
             participant.on_leave(participant.binding.formation)
         if not is_lost and participant.may_step(self._now_ms) and runtime.has_work:
-            yield from self._lead_step()
+            # No generator of its own: this is the path of every step.
+            epoch, count = participant.stage.epoch, self._steps.count
+            if self._lead.epoch != epoch:
+                self._lead = LeadStep(epoch)
+            try:
+                self._on_step((yield self._lead), count)
+            except STEP_ERRORS as error:
+                yield from self._abort(error)
+                self._reports.has_news = True
+            runtime.tidy()
             has_worked = True
         else:
             if last is not None and not isinstance(last, Serve) and self._is_report_due:
@@ -360,16 +373,13 @@ class RankCore:
 
     # ------------------------------------------------------------------ steps
 
-    def _lead_step(self) -> Procedure[None]:
-        steps, runtime, count = self._steps, self.runtime, self._steps.count
-        finished = yield from self._guarded(LeadStep(self.participant.stage.epoch))
-        if isinstance(finished, StepFinished):
-            if steps.count > count:
-                self._reports.has_news |= self._clock.stepped(steps.started_ns, finished.took_us)
-            self._reports.has_news |= bool(runtime.ended)
-        else:
-            self._reports.has_news = True
-        runtime.tidy()
+    def _on_step(self, finished: Result, count: int) -> None:
+        """Note that a led step has ended well; `count` steps ran before it."""
+        steps, reports = self._steps, self._reports
+        assert isinstance(finished, StepFinished)
+        if steps.count > count:
+            reports.has_news |= self._clock.stepped(steps.started_ns, finished.took_us)
+        reports.has_news |= bool(self.runtime.ended)
 
     def _follow(self, wait_s: float) -> Procedure[bool]:
         """Read a message of the leader; return whether there was one."""
@@ -411,31 +421,34 @@ class RankCore:
         return is_aborted or binding.formation == self._no_room
 
     def _guarded(self, effect: Effect) -> Procedure[Result | None]:
-        """Do a part of a step; return None if that aborted the joined formation.
-
-        Raises `PeerLostError` if the error belongs to an earlier formation.
-        """
+        """Do a part of a step; return None if that aborted the joined formation."""
         try:
             return (yield effect)
-        except PeerLostError as error:
-            binding = self.participant.binding
-            if binding is None or binding.formation != error.formation:
-                raise
-            log.warning("step_aborted", group=binding.group.name, reason=str(error))
-        except NoRoomError as error:
-            binding = self.participant.binding
-            if binding is None:
-                raise
+        except STEP_ERRORS as error:
+            yield from self._abort(error)
+            return None
+
+    def _abort(self, error: PeerLostError | NoRoomError) -> Procedure[None]:
+        """Abort the joined formation, as a part of its step has failed.
+
+        Raises the error if it belongs to an earlier formation.
+        """
+        binding = self.participant.binding
+        if binding is None:
+            raise error
+        group = binding.group
+        if isinstance(error, NoRoomError):
             advice = "the coordinator ejects the rank for a while; check what else uses its device"
-            log.warning(
-                "step_without_room", group=binding.group.name, reason=str(error), advice=advice
-            )
+            log.warning("step_without_room", group=group.name, reason=str(error), advice=advice)
             self._no_room = binding.formation
+        elif binding.formation != error.formation:
+            raise error
+        else:
+            log.warning("step_aborted", group=group.name, reason=str(error))
         # The mark is for all members: they may not know of the loss.
-        self._communicators.abort(binding.group.ranks, binding.formation)
+        self._communicators.abort(group.ranks, binding.formation)
         yield ForgetSteps(binding)
         self._return_tasks(binding)
-        return None
 
     def _return_tasks(self, binding: Binding) -> None:
         if self.participant.is_leader:
@@ -448,8 +461,7 @@ class RankCore:
 
     @property
     def _is_report_due(self) -> bool:
-        is_changed = self.oom_formation != self._reported_no_room
-        return is_changed or self._reports.is_due(self._now_ns)
+        return self._reports.is_due(self._now_ns) or self.oom_formation != self._reported_no_room
 
     def _take_report(self) -> Report:
         self._reported_no_room = self.oom_formation

@@ -41,8 +41,7 @@ class Reports:
         self._runtime = runtime
         self._participant = participant
         self._heartbeat_ns = int(heartbeat_s * 1e9)
-        self._reported_at_ns: int | None = None
-        """When the last heartbeat was sent; None: none was."""
+        self._heartbeat_due_ns = 0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_ns: int | None = None
         self.has_news = True
@@ -50,11 +49,7 @@ class Reports:
 
     def is_due(self, now_ns: int) -> bool:
         """Return whether to send a report."""
-        return self.has_news or self._is_heartbeat_due(now_ns)
-
-    def _is_heartbeat_due(self, now_ns: int) -> bool:
-        reported_at_ns = self._reported_at_ns
-        return reported_at_ns is None or now_ns - reported_at_ns >= self._heartbeat_ns
+        return self.has_news or now_ns >= self._heartbeat_due_ns
 
     def take(
         self,
@@ -64,9 +59,9 @@ class Reports:
         oom_formation: int,
     ) -> Report:
         """Return a report to send now; it has the rank's newest events, which are then old."""
-        is_heartbeat, runtime = self._is_heartbeat_due(now_ns), self._runtime
+        is_heartbeat, runtime = now_ns >= self._heartbeat_due_ns, self._runtime
         if is_heartbeat:
-            self._reported_at_ns = now_ns
+            self._heartbeat_due_ns = now_ns + self._heartbeat_ns
             self._read_gauges(now_ns)
         self.has_news = False
         participant, migration, steps = self._participant, runtime.migration, runtime.steps
