@@ -34,13 +34,18 @@ SETTINGS = PolicySettings()
 
 @dataclass(frozen=True)
 class Compared:
-    """One load: requests that met their goals, by fixed layout and with the policy."""
+    """One load: requests that met their goals, by fixed layout and with the policy.
+
+    `worth` and `fixed_worth` count them with the weights of their tiers.
+    """
 
     seed: int
     asked: int
     fixed: dict[str, int]
     adaptive: int
     run: Run
+    fixed_worth: dict[str, float]
+    worth: float
 
     @property
     def ratio(self) -> float:
@@ -59,9 +64,11 @@ def compare(phases: Sequence[Phase], seed: int, costs: CostModel) -> Compared:
     """Run one load in every fixed layout and with the policy."""
     load = arrivals(phases, seed)
     until_s = sum(phase.seconds for phase in phases) + GRACE_S
-    fixed = {name: good(simulate(load, until_s, costs, name)) for name in FIXED}
+    runs = {name: simulate(load, until_s, costs, name) for name in FIXED}
+    fixed = {name: good(each) for name, each in runs.items()}
+    worth = {name: each.goodput(SETTINGS) for name, each in runs.items()}
     run = simulate(load, until_s, costs, None)
-    return Compared(seed, len(load), fixed, good(run), run)
+    return Compared(seed, len(load), fixed, good(run), run, worth, run.goodput(SETTINGS))
 
 
 def good(run: Run) -> int:
@@ -91,6 +98,13 @@ def main() -> None:
     for name in FIXED:
         print(f"{name:8s} good {sum(each.fixed[name] for each in found)}")
     print(f"adaptive good {sum(each.adaptive for each in found)}")
+    best = sum(max(each.fixed_worth.values()) for each in found)
+    shares = [max(1.0, each.worth) / max(1.0, *each.fixed_worth.values()) for each in found]
+    print(
+        f"worth {sum(each.worth for each in found):.0f}, of the best fixed layout of each load "
+        f"{best:.0f}; mean ratio {sum(shares) / len(shares):.3f}, below 0.97 in "
+        f"{sum(each < 0.97 for each in shares)}, below 0.9 in {sum(each < 0.9 for each in shares)}"
+    )
     below = sorted((each for each in found if each.ratio < 0.97), key=lambda each: each.ratio)
     ratios = sorted(each.ratio for each in found)
     print(f"ratio to the best fixed layout of each load: median {ratios[len(ratios) // 2]:.3f}")
