@@ -125,7 +125,7 @@ class RankCore:
     def __repr__(self) -> str:
         """Return the participant's state, tasks, last step and pages in one line."""
         tasks = " ".join(led.header.task for led in self.runtime.book)
-        parts = [describe(self.participant), f"tasks {tasks}" if tasks else "no tasks"]
+        parts = [repr(self.participant)[1:-1], f"tasks {tasks}" if tasks else "no tasks"]
         if self._steps.has_deferred_step:
             parts.append("its step deferred")
         elif self._steps.has_inflight:
@@ -467,17 +467,3 @@ class RankCore:
         self._reported_no_room = self.oom_formation
         times, probed = self._clock.take(), self.probing.results
         return self._reports.take(self._now_ns, times, probed, self._reported_no_room)
-
-
-def describe(participant: SwitchParticipant) -> str:
-    """Return a participant's state in a few words, such as `rank 1.1 at 2.SWAP follows tp2@2`."""
-    stage, binding = participant.stage, participant.binding
-    words = [
-        f"rank {participant.rank}.{participant.incarnation} at {stage.epoch}.{stage.phase.name}"
-    ]
-    if binding is not None:
-        words.append("leads" if participant.is_leader else "follows")
-        words.append(f"{binding.group.name}@{binding.formation}")
-    words += ["serves"] if participant.serving else []
-    words += ["moves"] if participant.is_moving else []
-    return " ".join(words)

@@ -172,14 +172,16 @@ def test_a_rank_shows_its_whole_state_in_a_line() -> None:
     cell = CoreCell("dp2", pages=9)
     leader, other = cell.ranks
     pages = "<0 of 9 pages free, owned 1-8>"
-    assert repr(other.core) == f"<rank 1.1 at 1.SERVE leads dp1@1 serves, no tasks, {pages}>"
+    assert (
+        repr(other.core) == f"<rank 1: 1.SERVE SERVING_LEADER dp1@1 recompute, no tasks, {pages}>"
+    )
     cell.place_task("a", tokens=9)
     leader.turn(2)
     cell.retarget("tp2")
     leader.hear(cell.wanted(Phase.PARK, Carry.RESHARD))
     leader.turn()
     assert leader.core.handle(drop("a"), 1) is None
-    parked = "rank 0.1 at 2.PARK moves, tasks a, its step deferred, Drop a pending"
+    parked = "rank 0: 2.PARK UNDECIDED no group reshard, tasks a, its step deferred, Drop a pending"
     assert repr(leader.core) == f"<{parked}, {pages}>"
     other.hear(Stop("enough"))
     other.turn()
@@ -191,7 +193,7 @@ def test_a_follower_in_an_aborted_formation_shows_it() -> None:
     follower = cell.ranks[1]
     follower.engine.communicators.abort(cell.target.bindings[0].group.ranks, 1)
     pages = "<0 of 9 pages free, leased to 0-1 as 1-8>"
-    shown = "rank 1.1 at 1.SERVE follows tp2@1 serves, no tasks, formation aborted"
+    shown = "rank 1: 1.SERVE SERVING_FOLLOWER tp2@1 recompute, no tasks, formation aborted"
     assert repr(follower.core) == f"<{shown}, {pages}>"
 
 
