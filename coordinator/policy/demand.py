@@ -52,16 +52,9 @@ def foreign_share(
     groups: Iterable[Group], observations: Sequence[GroupObservation], current: Layout, tier: int
 ) -> float:
     """Return the share of a tier's tasks that the ranks of these groups run now."""
-    ranks = {rank for group in groups for rank in group.ranks}
-    here = total = 0.0
-    members: dict[Rank, Group] = {group.leader: group for group in current.groups}
-    for each in observations:
-        count = each.tasks[tier] if tier < len(each.tasks) else 0
-        group = members.get(Rank(each.leader))
-        if not count or group is None:
-            continue
-        total += count
-        here += count * len(ranks.intersection(group.ranks)) / group.width
+    by_rank = tasks_by_rank(observations, current, tier)
+    total = sum(by_rank.values())
+    here = sum(by_rank.get(rank, 0.0) for group in groups for rank in group.ranks)
     return here / total if total else 0.0
 
 

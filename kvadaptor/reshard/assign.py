@@ -142,8 +142,7 @@ def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[
 
     A block that only another group holds counts twice, because both would then hold it. A group
     with too few pages comes last, and before it one that is reserved for other tiers. Among equal
-    groups, the one with more of the task already in
-    place wins.
+    groups, the one with more of the task already in place wins.
     """
     book = _Book(given, blocks)
     sizes = [blocks.chains[task].size for task in tasks]

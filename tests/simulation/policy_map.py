@@ -19,6 +19,8 @@ from coordinator.model.cost_model import CostModel
 from coordinator.model.policy_settings import DEFAULT_GOALS, PolicySettings, TierGoal
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
 from coordinator.protocol.terms import Tier
+from tests.simulation.planned_cell import Plan, PlannedCell
+from tests.simulation.policy_runs import GRACE_S
 from tests.simulation.policy_shapes import (
     LLAMA_8B,
     LLAMA_70B_FP8,
@@ -30,9 +32,6 @@ from tests.simulation.policy_shapes import (
     busiest_rate,
 )
 from tools.simulator.cell import Run, SimCell
-
-GRACE_S = 25.0
-"""How long after its last phase a run goes on, so that long outputs can end."""
 
 GAIN_CORNER = 1.3
 """A corner is where the oracle's goodput is this multiple of the best static layout's."""
@@ -207,21 +206,6 @@ class Reading:
         return max(1, self.policy.good) / max(1, self.static.good)
 
 
-class PlannedCell(SimCell):
-    """A cell whose arrangement is a function of time."""
-
-    def __init__(self, spot: Spot, plan: Callable[[float], Arrangement], space: LayoutSpace):
-        self._plan = plan
-        first = plan(0.0)
-        super().__init__(first.layout, spot.costs, spot.settings, space)
-        self._here = first
-
-    def _decide(self) -> None:
-        wanted = self._plan(self._now_s)
-        if self._target is None and wanted != self._here:
-            self._change(wanted, "it is planned")
-
-
 def draw(seed: int, dimensions: Mapping[str, tuple[object, ...]]) -> Spot:
     """Return a spot; every dimension is drawn evenly, as far as the load is not too large."""
     rng = random.Random(seed)
@@ -249,7 +233,7 @@ def read(spot: Spot, seed: int) -> Reading:
     def planned(low: Arrangement, burst: Arrangement, lag_s: float) -> Result:
         plan = _plan(phases, low, burst, lag_s)
         name = low.name if low == burst else f"{low.name} / {burst.name}"
-        return result(name, PlannedCell(spot, plan, space).run(load, until_s))
+        return result(name, PlannedCell(plan, spot.costs, spot.settings, space).run(load, until_s))
 
     fixed = {each.name: planned(each, each, 0.0) for each in plain}
     static = max(fixed.values(), key=lambda each: each.rank)
@@ -282,9 +266,7 @@ def _search(
     return best
 
 
-def _plan(
-    phases: Sequence[Phase], low: Arrangement, burst: Arrangement, lag_s: float
-) -> Callable[[float], Arrangement]:
+def _plan(phases: Sequence[Phase], low: Arrangement, burst: Arrangement, lag_s: float) -> Plan:
     bursts, start_s = [], 0.0
     for index, phase in enumerate(phases):
         if index % 3 == 1:

@@ -12,33 +12,25 @@ from collections.abc import Sequence
 from comm_pool.layout import Mode, parse_layout
 from coordinator.model.cost_model import CostModel
 from coordinator.policy.candidates import Arrangement, LayoutSpace
+from tests.simulation.planned_cell import PlannedCell
 from tests.simulation.policy_runs import FIXED, GRACE_S, SETTINGS, WIDTHS, box_of, good
 from tests.simulation.policy_shapes import arrivals, bursty, mixed
-from tools.simulator.cell import Arrival, Run, SimCell
+from tools.simulator.cell import Arrival, Run
 
 WINDOW_S = 4.0
 LAYOUTS = (*FIXED, "dp2+tp2")
 PASSES = 2
 
 
-class PlannedCell(SimCell):
-    """A cell that is laid out by a plan: a layout for each window, the last one for the rest."""
-
-    def __init__(self, plan: Sequence[str], costs: CostModel) -> None:
-        self._plan = plan
-        space = LayoutSpace(4, {1: Mode.DP, 2: Mode.TP, 4: Mode.TP})
-        super().__init__(parse_layout(plan[0], 4, WIDTHS), costs, SETTINGS, space)
-
-    def _decide(self) -> None:
-        window = min(int(self._now_s / WINDOW_S), len(self._plan) - 1)
-        wanted = parse_layout(self._plan[window], 4, WIDTHS)
-        if self._target is None and wanted != self._here.layout:
-            self._change(Arrangement(wanted), "it is planned")
-
-
 def planned(load: Sequence[Arrival], until_s: float, costs: CostModel, plan: Sequence[str]) -> Run:
-    """Run a load by a plan."""
-    return PlannedCell(plan, costs).run(load, until_s)
+    """Run a load by a plan: a layout for each window, the last one for the rest."""
+    choices = [Arrangement(parse_layout(name, 4, WIDTHS)) for name in plan]
+    space = LayoutSpace(4, {1: Mode.DP, 2: Mode.TP, 4: Mode.TP})
+
+    def wanted(now_s: float) -> Arrangement:
+        return choices[min(int(now_s / WINDOW_S), len(choices) - 1)]
+
+    return PlannedCell(wanted, costs, SETTINGS, space).run(load, until_s)
 
 
 def search(
