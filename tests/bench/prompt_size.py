@@ -37,7 +37,7 @@ CLIENTS = (1, 32, 150)
 REQUESTS = {1: 16, 32: 32, 150: 150}
 """Clients -> requests in all."""
 LARGE_ONES = 4
-"""Of the largest prompts a sequential client sends so many times fewer."""
+"""A sequential client sends this many times fewer of the largest prompts."""
 ANSWER_TOKENS = 4
 CONTEXT_TOKENS = 131_072
 OPTIONS = [
@@ -108,7 +108,7 @@ def source_text() -> str:
 
 
 def body_of(text: str, chars: int, number: int, tokens: int) -> bytes:
-    """A chat of so many characters in messages of users and assistants; all differ."""
+    """Return a chat of `chars` characters in messages of users and assistants; all differ."""
     start = number * 977 % (len(text) - chars)
     cut = f"{number}\n{text[start : start + chars]}"[:chars]
     pieces = [cut[at : at + MESSAGE_CHARS] for at in range(0, len(cut), MESSAGE_CHARS)]
@@ -147,7 +147,7 @@ def session(url: str) -> aiohttp.ClientSession:
 
 
 async def in_turns(url: str, clients: int, bodies: Sequence[bytes]) -> list[list[float]]:
-    """Let so many clients send one request after another until all are answered."""
+    """Let each client send one request after another until all are answered."""
     waiting, answers = iter(bodies), []
 
     async def one(client: aiohttp.ClientSession) -> None:
@@ -214,7 +214,7 @@ async def beside(url: str, text: str, seed: int) -> list[float]:
 
 @dataclass
 class Seen:
-    """What was seen of one server: lists over the rounds."""
+    """The measurements of one server: lists over the rounds."""
 
     ttft_s: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     """(size, clients) -> median of each round."""
@@ -288,7 +288,7 @@ def look(seen: Seen, url: str, process: int, text: str, seed: int, sizes: Sequen
 
 
 def measure(rounds: int, earlier: Path | None, sizes: Sequence[str]) -> dict[str, Seen]:
-    """Server -> what was seen of it, loaded in turn; the order turns around each round."""
+    """Server -> its measurements, loaded in turn; the order turns around each round."""
     text = source_text()
     with ExitStack() as stack:
         servers = {PEER: stack.enter_context(vllm_server())}

@@ -72,7 +72,7 @@ async def test_family(family: Family, tmp_path: Path) -> None:
 async def answers(
     cell: BareCell, tag: str, prompts: list[list[int]], text: list[int]
 ) -> tuple[list[Stream], Any]:
-    """The first tokens behind each prompt, with all logits, and the scores of a text."""
+    """The first tokens after each prompt, with all logits, and the scores of a text."""
     client = TaskClient()
     async with client.connected(cell):
         names = [f"{tag}-{number}" for number in range(len(prompts))]

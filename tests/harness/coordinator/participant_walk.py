@@ -112,12 +112,12 @@ def walk(
         for order in orders:
             if order.stage < floor:
                 continue
-            told = clone(at)
-            told.wanted = None
-            told.on_directive(order)
-            for event in _safe_points(told, orders):
+            branch = clone(at)
+            branch.wanted = None
+            branch.on_directive(order)
+            for event in _safe_points(branch, orders):
                 yield at, order, event
-                reached.append(clone(told))
+                reached.append(clone(branch))
                 for _ in make_moves(reached[-1], event):
                     pass
         for after in reached:

@@ -241,7 +241,7 @@ class FakeScheduler:
         self._granted = granted
 
     def _take(self, request: FakeRequest, tokens: int) -> bool:
-        """Give a task the blocks for so many tokens, if they are free."""
+        """Give a task the blocks for this number of tokens, if they are free."""
         missing = -(-tokens // self.tokens_per_block) - len(request.blocks)
         if missing > len(self._free):
             return False

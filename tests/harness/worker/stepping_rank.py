@@ -39,7 +39,7 @@ class Stage:
     """Rank 0, which leads a dp and a tp2 group with a task each; launched steps wait."""
 
     def __init__(self, tokens: int = 9) -> None:
-        """Each task ends after so many tokens."""
+        """Each task ends after this number of tokens."""
         self.engine = FakeCell(2).engines[Rank(0)]
         self.engine.is_synchronous = False
         self.dp, self.tp = self.engine.of_width(1), self.engine.of_width(2)

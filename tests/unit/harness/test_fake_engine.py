@@ -1,4 +1,4 @@
-"""The engine in memory fails where a real one would give wrong tokens, and waits when told to."""
+"""The engine in memory fails where a real one would give wrong tokens, and waits on demand."""
 
 import numpy as np
 import pytest
@@ -26,13 +26,13 @@ def test_steps_wait_in_order_until_they_are_finished() -> None:
     first = one.plan()
     launched = one.mode.execute(first)
     second = one.plan()
-    behind = one.mode.execute(second)
+    queued = one.mode.execute(second)
     is_done = engine.done()
-    assert (launched.query(), behind.query(), is_done()) == (False, False, False)
+    assert (launched.query(), queued.query(), is_done()) == (False, False, False)
     engine.finish_step()
-    assert (launched.query(), behind.query(), is_done()) == (True, False, False)
+    assert (launched.query(), queued.query(), is_done()) == (True, False, False)
     assert one.finish(first, launched) == {"a": [token_at(PROMPT, 40)]}
-    assert one.finish(second, behind) == {"a": [token_at(PROMPT, 41)]}, "it waits"
+    assert one.finish(second, queued) == {"a": [token_at(PROMPT, 41)]}, "it waits"
     assert is_done()
 
 

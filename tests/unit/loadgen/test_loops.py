@@ -180,7 +180,7 @@ async def test_a_turn_waits_for_the_answer_and_brings_it_along(
         assert records[later].planned.at_s == pytest.approx(due_s)
         assert (records[later].sent_s or 0.0) >= due_s - 0.002
         grown = records[later].planned.history_tokens - records[earlier].planned.history_tokens
-        assert grown == 10 + 7  # what was asked, and the tokens that the server counted
+        assert grown == 10 + 7  # its own part, and the tokens that the server counted
     assert all(record.answer.text is None for record in bench.records)
 
 

@@ -172,7 +172,7 @@ def test_who_finds_no_room_calls_the_others_out_and_tells_of_it(rank: int) -> No
     for phase in (Phase.MOVE, Phase.SWAP):
         stage.rank.hear(stage.cell.wanted(phase, Carry.RESHARD, movers=()))
         stage.rank.turn()
-        assert stage.oom_formation == 1, "it is told until another formation serves"
+        assert stage.oom_formation == 1, "it is reported until another formation serves"
     stage.rank.hear(stage.cell.wanted(Phase.SERVE, Carry.RESHARD))
     stage.rank.turn(2)
     assert stage.oom_formation == 0

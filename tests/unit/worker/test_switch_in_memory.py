@@ -79,7 +79,7 @@ class Cell:
         self.ranks[binding.group.leader].place(name, binding, prompt=prompt, tokens=TOKENS)
 
     def step(self, steps: int) -> None:
-        """Let every group that has work compute so many steps."""
+        """Let every group that has work compute this number of steps."""
         for binding in self.target.bindings * steps:
             leader = self.ranks[binding.group.leader]
             if leader.runtime.has_work:
