@@ -189,10 +189,17 @@ class FakeCell:
 
     def close(self) -> None:
         self.go_away()
+        self.call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._context.destroy(linger=0)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _listen(self, port: int) -> int:
         self._server = grpc.aio.server(options=[*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
