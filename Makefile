@@ -52,7 +52,7 @@ sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1] [PARTS=1 [BORR
 	@$(BIN)/python -m tests.simulation --seed $(SEED) \
 		$(if $(WIDE),--wide) $(if $(PARTS),--parts) $(if $(BORROW),--borrow)
 
-mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages loans switch"]
+mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages loans host switch"]
 	@$(BIN)/python -m tests.mutants $(PART)
 
 bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/

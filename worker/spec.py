@@ -8,10 +8,12 @@ from comm_pool import loans
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
-from coordinator.protocol.config import Config
+from coordinator.protocol.config import CellConfig, Config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.floor import floor_goal_s
 from worker.cohort import Cohort
+
+HOST_ALIGNMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class RankSpec:
     """The incarnations of the ranks that start together."""
     memory: CellMemory | None = None
     """The memory that all ranks of the cell share; on CPU."""
+    host_memory: CellMemory | None = None
+    """The memory of the host pages, named `host_kv_name()`; None if there are none."""
+    host_kv_bytes: int = 0
+    """Its size."""
     exchange_parts: tuple[int, ...] = (1,)
     """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
@@ -89,10 +95,11 @@ def rank_spec(
     cohort: Cohort,
     memory: CellMemory | None,
     together: Mapping[Rank, int] | None = None,
+    host_memory: CellMemory | None = None,
 ) -> RankSpec:
     """Return the spec of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
 
-    `together` gives the incarnations of the cohort.
+    `together` gives the incarnations of the cohort, `host_memory` that of the cell's host pages.
     """
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
@@ -114,6 +121,8 @@ def rank_spec(
         cohort=cohort.number,
         together=together or {},
         memory=memory,
+        host_memory=host_memory,
+        host_kv_bytes=host_kv_bytes(config.cell),
         exchange_parts=config.cell.exchange_parts,
         parts=config.cell.weight_parts,
         borrow=config.cell.borrow if config.borrows else "none",
@@ -122,6 +131,11 @@ def rank_spec(
         ranks_per_device=config.cell.ranks_per_device,
         joins=cohort.joins,
     )
+
+
+def host_kv_bytes(cell: CellConfig) -> int:
+    """Return the bytes of the cell's host pages, 0 if it has none."""
+    return int(cell.host_kv_gib * 2**30) // HOST_ALIGNMENT_BYTES * HOST_ALIGNMENT_BYTES
 
 
 def everyone(config: Config) -> tuple[Rank, ...]:

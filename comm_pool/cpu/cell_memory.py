@@ -105,6 +105,11 @@ def measurements_name(rank: int) -> str:
     return f"measured-{rank}"
 
 
+def host_kv_name() -> str:
+    """Name the memory of the cell's host pages, which is a `CellMemory` of its own."""
+    return "host-kv"
+
+
 def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -> CellMemory:
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)

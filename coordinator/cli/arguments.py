@@ -174,6 +174,12 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         help="layers that every rank holds whole, for faster small steps; or one number for each "
         "rank; default: 0",
     )
+    add(
+        "--host-kv",
+        type=float,
+        metavar="GIB",
+        help="host memory for KV pages that all ranks share; CPU ranks only; default: 0",
+    )
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add(
         "--step-times",

@@ -164,6 +164,8 @@ def _set_groups(
         cell["borrow"] = options.borrow
     if options.whole_layers is not None:
         cell["whole_layers"] = options.whole_layers
+    if options.host_kv is not None:
+        cell["host_kv_gib"] = options.host_kv
     if options.layout is not None:
         cell["layout"] = options.layout
     elif changed or options.weight_parts is not None:

@@ -77,6 +77,10 @@ class CellConfig(_Frozen):
     `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
     layers lends and borrows nothing, one that holds 0 has the most memory for KV on CUDA. A wide
     group uses as many KV pages of each rank as the smallest has."""
+    host_kv_gib: float = Field(default=0, ge=0)
+    """Host memory, in GiB, for KV pages that all ranks share: prompts that were computed before,
+    tasks that were preempted, and those of lost ranks are read from it instead of computed again.
+    0 has none. CPU ranks only."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
@@ -286,6 +290,11 @@ class Config(_Frozen):
                 "by itself before it is cut out."
             )
         self._check_parts()
+        if self.cell.host_kv_gib and self.cell.device != "cpu":
+            raise ValueError(
+                f"cell.host_kv_gib is {self.cell.host_kv_gib:g}, but only CPU ranks keep KV pages "
+                "in host memory: leave it out (--host-kv)."
+            )
         self.mixed_groups()
         for tier in ("interactive", "standard", "batch"):
             width = getattr(self.policy, tier).width_min

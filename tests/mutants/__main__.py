@@ -57,6 +57,13 @@ PARTS = {
             PROPERTY + "test_loans.py",
         ),
     ),
+    "host": Part(
+        ("kvadaptor.host.directory", "kvadaptor.host.layout"),
+        (
+            UNIT + "kvadaptor/test_host_directory.py",
+            PROPERTY + "test_host_directory.py",
+        ),
+    ),
     "switch": Part(
         (
             "coordinator.protocol.switch_participant",

@@ -13,11 +13,20 @@ from kvadaptor.slot_table import SlotTable
 from kvadaptor.translate import translate
 from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
+from worker.engine.host_kv import HostTier
+from worker.engine.scheduling.host_blocks import HostStep
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.engine import NoRoomError, TaskOutput
 from worker.rank.step_times import StepTimes
+
+
+def _no_copy() -> None:
+    """Copy nothing."""
+
+
+_NO_COPIES = _no_copy, _no_copy
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class PreparedMode:
     """Step times; empty until the width is warm."""
     loans: LoanCounts | None = None
     """What the rank borrows in its steps; None if nothing."""
+    host: HostTier | None = None
+    """The host pages; None if the cell has none."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
@@ -103,8 +114,14 @@ class PreparedMode:
         Its KV stays where it is now.
         """
         output = plan.output if self.table is None else translate(plan.output, self.table)
+        copies = plan.output.kv_connector_metadata
+        load, store = _NO_COPIES
+        if self.host is not None and isinstance(copies, HostStep):
+            member = self.communicator.rank_in_group
+            load, store = self.host.copies(copies, self.width, member, self.table)
 
         def run() -> Any:
+            load()
             self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
             try:
                 result = self.runner.run(output, plan.grammar, plan.resuming, plan.known)
@@ -114,6 +131,7 @@ class PreparedMode:
                 raise NoRoomError(str(error)) from None
             if self.loans is not None and not plan.is_empty:
                 self.loans.count(plan.mode)
+            store()
             return result
 
         return run

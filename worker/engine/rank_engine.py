@@ -20,6 +20,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.structured_output import StructuredOutputManager
 
+from comm_pool.cpu.cell_memory import host_kv_name
 from comm_pool.layout import Mode, Rank, StepMode
 from comm_pool.mailbox import RankMailbox
 from comm_pool.pool import CommunicatorPool, activate
@@ -39,9 +40,11 @@ from worker.engine.device import (
     prepare_process,
     used_bytes,
 )
+from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
+from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
 from worker.engine.trees import TreeBuilder
@@ -116,7 +119,9 @@ class RankEngine:
         notes.note("peers")
         self.pages = PagePool(self.kv.num_pages)
         structured = StructuredOutputManager(configs[self.keys[0]])
-        self.intake = RequestCodec(self._block_hasher(), structured)
+        hasher = self._block_hasher()
+        self.intake = RequestCodec(hasher, structured)
+        self.host = self._open_host_pages(hashes=hasher is not None)
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
@@ -263,9 +268,34 @@ class RankEngine:
                 scheduler = kind(config, kv_config, structured, slots)
         table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
         times = StepTimes(key.width, {})
-        return PreparedMode(
-            key, communicator, runner, table, scheduler, config, times, self.borrowing
+        mode = PreparedMode(
+            key, communicator, runner, table, scheduler, config, times, self.borrowing, self.host
         )
+        if scheduler is not None and self.host is not None:
+            scheduler.use_host_pages(
+                HostBlocks(
+                    scheduler,
+                    self.host.directory,
+                    slots,
+                    self.host,
+                    partial(self.host.is_sooner, mode),
+                )
+            )
+        return mode
+
+    def _open_host_pages(self, *, hashes: bool) -> HostTier | None:
+        spec = self.spec
+        if spec.host_memory is None:
+            return None
+        if not hashes:
+            raise ViewError(
+                "host KV pages are found by the hashes of the prefix cache, which is off: leave "
+                "out --no-enable-prefix-caching, or --host-kv."
+            )
+        mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
+        tier = open_tier(mapped, spec.world, spec.rank, self.kv)
+        tier.try_loads()
+        return tier
 
     def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
         cache = self.base.cache_config
@@ -396,5 +426,6 @@ class RankEngine:
             ("loaded_bytes", self.loaded_bytes),
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
+            *(self.host.totals() if self.host is not None else ()),
             *engine_totals((mode.scheduler for mode in self.modes.values()), self.borrowing),
         )

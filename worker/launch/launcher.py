@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import structlog
 
-from comm_pool.cpu.cell_memory import CellMemory, cell_memory
+from comm_pool.cpu.cell_memory import CellMemory, cell_memory, host_kv_name
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
@@ -129,6 +129,8 @@ class Launcher:
         )
         self._memory: CellMemory | None = None
         """The shared memory of the last cohort of all ranks."""
+        self._host_memory: CellMemory | None = None
+        """The memory of the host pages, which outlives renewals."""
         self._cohort = 0
         """The number of that cohort."""
         self._pipe = ExitPipe()
@@ -152,6 +154,8 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         self._start_exit_reporter()
         cell = self._config.cell
+        if cell.host_kv_gib:
+            self._host_memory = CellMemory((host_kv_name(),))
         self._start(base, everyone(self._config), cell.dist_port)
         failed = self._keep_up(base)
         os.kill(self._exit_reporter_pid, signal.SIGKILL)
@@ -172,8 +176,9 @@ class Launcher:
 
         def run() -> None:
             os.close(self._pipe.writer)
-            if self._memory is not None:
-                self._memory.close()
+            for memory in (self._memory, self._host_memory):
+                if memory is not None:
+                    memory.close()
             run_exit_reporter(listen, token, self._pipe.reader, order)
 
         self._exit_reporter_pid = _fork(run, lambda _: None)
@@ -219,7 +224,7 @@ class Launcher:
         def run() -> None:
             self._pipe.close()
             self._orders.close()
-            spec = rank_spec(self._config, rank, cohort, self._memory, together)
+            spec = rank_spec(self._config, rank, cohort, self._memory, together, self._host_memory)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
         def tell(reason: str) -> None:

@@ -33,6 +33,7 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
+from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.rank.task_state import CachedChain, RunningState
 
@@ -76,6 +77,12 @@ class ModeScheduler(Scheduler):
         """Migrated tasks whose blocks are not registered for hits yet."""
         self._gone: set[str] = set()
         """Tasks that migrated away but were not removed from vLLM yet."""
+        self.host_blocks: HostBlocks | None = None
+        """Its blocks in host pages; None if the cell has none."""
+
+    def use_host_pages(self, host_blocks: HostBlocks) -> None:
+        """Load and store blocks by these hooks from now on; call before the first task."""
+        self.connector = self.host_blocks = host_blocks
 
     def add_task(self, request: Request, generated: list[int]) -> None:
         """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
@@ -164,6 +171,8 @@ class ModeScheduler(Scheduler):
 
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return the outputs for their clients."""
+        if self.host_blocks is not None:
+            self.host_blocks.step_is_over(plan.output.kv_connector_metadata)
         by_client = self.update_from_output(plan.output, result)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
@@ -272,6 +281,8 @@ class ModeScheduler(Scheduler):
         """Forget in-flight steps: the last planned one will never be finished."""
         self.processed_step_seq = self.sched_step_seq
         self._drain_deferred_frees()
+        if self.host_blocks is not None:
+            self.host_blocks.forget_steps()
 
     def adopt(
         self,

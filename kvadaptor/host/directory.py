@@ -1,0 +1,315 @@
+"""Which block lies in which host page: a directory in the memory that the cell's ranks share.
+
+Each rank allocates pages in its own part alone and reads the parts of all. No lock is shared, so a
+process may end at any instruction. Invariants:
+
+- A page's generation is odd while its entry changes and even otherwise. It grows with each change.
+- A page is *complete* once each member of the group that fills it has written the tag of the
+  generation into its own completeness byte, after its share of the page.
+- Who reads a page pins it first, in an array of its own, and then looks at the entry again. Who
+  evicts a page makes its generation odd first, and then looks at the pins. One of both gives way.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import islice
+
+from kvadaptor.host.layout import (
+    ENTRY_WORDS,
+    HASH_BYTES,
+    JOURNAL_WORDS,
+    SHARES_MAX,
+    WORD_BYTES,
+    HostLayout,
+    HostMemoryError,
+)
+
+FENCE = threading.Lock()
+"""Taking a lock orders memory, which a store and a later load of another word need."""
+
+WRITE_LIMIT_S = 60.0
+"""How long a page may stay incomplete before it is allocated again: its writer has ended."""
+
+_GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
+_PINS_MAX = 255
+_TAGS = 255
+
+
+class HostDirectory:
+    """One rank's access to the directory; used by its main loop alone."""
+
+    def __init__(self, memory: memoryview, layout: HostLayout, rank: int, now_s: float) -> None:
+        """Open the directory, all zeros or as another process of this rank has left it.
+
+        `memory` is writable and holds the bytes before `layout.data_at`. Pins of the rank end.
+        """
+        self.layout = layout
+        self.rank = rank
+        self._words = memory[: WORD_BYTES * layout.ranks * layout.part_words].cast("Q")
+        self._bytes = memory
+        self._pages: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
+        """Further pages of a block, where several ranks have stored it."""
+        self._hashes: dict[int, bytes] = {}
+        self._read = [0] * layout.ranks
+        """How many changes of each part are known."""
+        self._free: deque[int] = deque()
+        self._used: OrderedDict[int, None] = OrderedDict()
+        """Complete pages of the rank's own, the longest unused first."""
+        self._pending: dict[int, float] = {}
+        """Incomplete pages of the rank's own, and when they were allocated."""
+        self._users: dict[int, int] = {}
+        """How many running tasks have each page of the rank's own; these go last."""
+        at = layout.pins_at(rank)
+        memory[at : at + layout.pages] = bytes(layout.pages)
+        self._adopt(now_s)
+        for each in range(layout.ranks):
+            self._read_all(each)
+
+    # ------------------------------------------------------------------ readers
+
+    def refresh(self) -> None:
+        """Read what other ranks have changed."""
+        for rank in range(self.layout.ranks):
+            if rank == self.rank:
+                continue
+            count = self._words[self.layout.count_word(rank)]
+            known = self._read[rank]
+            if count - known >= JOURNAL_WORDS:
+                self._read_all(rank)
+                continue
+            for number in range(known, count):
+                self._index(self._words[self.layout.journal_word(rank, number)])
+            self._read[rank] = count
+
+    def find(self, key: bytes) -> int | None:
+        """Return a complete page of this block hash, as last refreshed; None if there is none."""
+        padded = _padded(key)
+        page = self._pages.get(padded)
+        if page is None or self._is_complete(page):
+            return page
+        return next(
+            (page for page in self._copies.get(padded, ()) if self._is_complete(page)), None
+        )
+
+    def pin(self, page: int, key: bytes) -> bool:
+        """Keep a complete page of this hash from eviction; return False if it is one no more."""
+        at = self.layout.pins_at(self.rank) + page
+        if self._bytes[at] == _PINS_MAX:
+            return False
+        self._bytes[at] += 1
+        with FENCE:
+            pass
+        if self._hash_of(page) == _padded(key) and self._is_complete(page):
+            if page in self._used:
+                self._used.move_to_end(page)
+            return True
+        self._bytes[at] -= 1
+        return False
+
+    def unpin(self, pages: Iterable[int]) -> None:
+        """Let pages go that were pinned."""
+        first = self.layout.pins_at(self.rank)
+        for page in pages:
+            self._bytes[first + page] -= 1
+
+    # ------------------------------------------------------------------ writers
+
+    def allocate(self, key: bytes, shares: int, now_s: float) -> int | None:
+        """Return a page to fill with the block of this hash; None if all pages are in use.
+
+        `shares` members will each write their heads and then call `complete`.
+        """
+        if not 1 <= shares <= SHARES_MAX:
+            raise HostMemoryError(
+                f"{shares} ranks cannot share a host page: the maximum is {SHARES_MAX}."
+            )
+        page = self._free_page(now_s)
+        if page is None:
+            return None
+        word = self.layout.entry_word(page)
+        words = self._words
+        words[word + _SHARES] = shares
+        padded = _padded(key)
+        for number in range(4):
+            part = padded[WORD_BYTES * number : WORD_BYTES * (number + 1)]
+            words[word + _HASH + number] = int.from_bytes(part, "little")
+        words[word + _COMPLETE] = words[word + _COMPLETE + 1] = 0
+        with FENCE:
+            words[word + _GENERATION] += 1
+        self._pending[page] = now_s
+        self._index(page)
+        self._journal(page)
+        return page
+
+    def is_pending(self, key: bytes) -> bool:
+        """Return whether a page of the rank's own is being filled with this block."""
+        padded = _padded(key)
+        pages = (self._pages.get(padded), *self._copies.get(padded, ()))
+        return any(page in self._pending for page in pages)
+
+    def tag(self, page: int) -> int:
+        """Return the tag with which members mark their shares of the page."""
+        return _tag(self._words[self.layout.entry_word(page) + _GENERATION])
+
+    def complete(self, page: int, share: int, tag: int) -> None:
+        """Mark that share `share` of a page, of any rank's, is written."""
+        with FENCE:
+            self._bytes[self._complete_at(page) + share] = tag
+
+    def settle(self) -> None:
+        """Count the pages of the rank's own that have become complete as used."""
+        for page in [page for page in self._pending if self._is_complete(page)]:
+            del self._pending[page]
+            self._used[page] = None
+
+    def add_user(self, page: int) -> None:
+        """Evict a page after all others, until `remove_users`; pages of other ranks are ignored."""
+        if page in self.layout.pages_of(self.rank):
+            self._users[page] = self._users.get(page, 0) + 1
+            if page in self._used:
+                self._used.move_to_end(page)
+
+    def remove_users(self, pages: Iterable[int]) -> None:
+        """Take back `add_user`."""
+        for page in pages:
+            count = self._users.get(page, 0) - 1
+            if count > 0:
+                self._users[page] = count
+            else:
+                self._users.pop(page, None)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages of the rank's own with a block."""
+        return len(self._used) + len(self._pending)
+
+    # ------------------------------------------------------------------ inside
+
+    def _free_page(self, now_s: float) -> int | None:
+        """Take a page of the rank's own; its generation is then odd."""
+        self.settle()
+        while self._free:
+            if self._take(page := self._free.popleft()):
+                return page
+            self._used[page] = None
+        orphans = [page for page, at_s in self._pending.items() if now_s - at_s > WRITE_LIMIT_S]
+        for page in orphans:
+            del self._pending[page]
+            self._used[page] = None
+            self._used.move_to_end(page, last=False)
+        idle = islice((page for page in self._used if page not in self._users), _TRIES)
+        for page in (*idle, *islice(self._used, _TRIES)):
+            if self._take(page):
+                del self._used[page]
+                self._users.pop(page, None)
+                return page
+        return None
+
+    def _take(self, page: int) -> bool:
+        word = self.layout.entry_word(page)
+        generation = self._words[word + _GENERATION]
+        self._words[word + _GENERATION] = generation + 1
+        with FENCE:
+            pass
+        if any(self._bytes[self.layout.pins_at(rank) + page] for rank in range(self.layout.ranks)):
+            # A reader that looked meanwhile finds an odd generation and looks elsewhere.
+            self._words[word + _GENERATION] = generation
+            return False
+        return True
+
+    def _adopt(self, now_s: float) -> None:
+        """Take over what another process of this rank has left."""
+        for page in self.layout.pages_of(self.rank):
+            word = self.layout.entry_word(page)
+            generation = self._words[word + _GENERATION]
+            if generation % 2:
+                # It ended while it changed this entry, so nobody has written to the page since.
+                self._words[word + _SHARES] = 0
+                self._words[word + _GENERATION] = generation + 1
+                self._journal(page)
+                self._free.append(page)
+            elif not self._words[word + _SHARES]:
+                self._free.append(page)
+            elif self._is_complete(page):
+                self._used[page] = None
+            else:
+                self._pending[page] = now_s
+
+    def _journal(self, page: int) -> None:
+        word = self.layout.count_word(self.rank)
+        count = self._words[word]
+        self._words[self.layout.journal_word(self.rank, count)] = page
+        with FENCE:
+            self._words[word] = count + 1
+
+    def _read_all(self, rank: int) -> None:
+        self._read[rank] = self._words[self.layout.count_word(rank)]
+        for page in self.layout.pages_of(rank):
+            if self._words[self.layout.entry_word(page) + _SHARES] or page in self._hashes:
+                self._index(page)
+
+    def _index(self, page: int) -> None:
+        before, key = self._hashes.get(page), self._hash_of(page)
+        if before == key:
+            return
+        if before is not None:
+            del self._hashes[page]
+            self._forget(before, page)
+        if key is not None:
+            self._hashes[page] = key
+            if self._pages.setdefault(key, page) != page:
+                self._copies.setdefault(key, []).append(page)
+
+    def _forget(self, key: bytes, page: int) -> None:
+        copies = self._copies.get(key, [])
+        if self._pages[key] != page:
+            copies.remove(page)
+        elif copies:
+            self._pages[key] = copies.pop(0)
+        else:
+            del self._pages[key]
+        if not copies:
+            self._copies.pop(key, None)
+
+    def _hash_of(self, page: int) -> bytes | None:
+        """Return the hash in a page's entry; None if it has none or changes right now."""
+        word = self.layout.entry_word(page)
+        generation = self._words[word + _GENERATION]
+        if generation % 2 or not self._words[word + _SHARES]:
+            return None
+        first = WORD_BYTES * (word + _HASH)
+        key = bytes(self._bytes[first : first + HASH_BYTES])
+        return key if self._words[word + _GENERATION] == generation else None
+
+    def _is_complete(self, page: int) -> bool:
+        word = self.layout.entry_word(page)
+        generation, shares = self._words[word + _GENERATION], self._words[word + _SHARES]
+        if generation % 2 or not shares:
+            return False
+        at = self._complete_at(page)
+        return bytes(self._bytes[at : at + shares]) == bytes([_tag(generation)]) * shares
+
+    def _complete_at(self, page: int) -> int:
+        return WORD_BYTES * (self.layout.entry_word(page) + _COMPLETE)
+
+
+_TRIES = 64
+"""Pages that an allocation tries to evict; readers pin only what they load in one step."""
+
+assert ENTRY_WORDS * WORD_BYTES == WORD_BYTES * _COMPLETE + SHARES_MAX
+
+
+def _tag(generation: int) -> int:
+    """Return the completeness tag of an even generation; never 0."""
+    return (generation // 2) % _TAGS + 1
+
+
+def _padded(key: bytes) -> bytes:
+    if len(key) > HASH_BYTES:
+        raise HostMemoryError(
+            f"a block hash has {len(key)} bytes, and host pages are found by {HASH_BYTES} at most: "
+            "choose sha256 as --prefix-caching-hash-algo."
+        )
+    return key.ljust(HASH_BYTES, b"\0")

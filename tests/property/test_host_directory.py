@@ -1,0 +1,157 @@
+"""The directory of host pages: whoever reads a page reads the block that it looked for."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvadaptor.host.directory import WRITE_LIMIT_S, HostDirectory
+from kvadaptor.host.layout import HostLayout, layout_of
+
+PAGE_BYTES = 64
+STEPS = 120
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(4, "little") * 8
+
+
+@dataclass
+class Ranks:
+    """Some ranks over one memory, and what a reader of each page must find there."""
+
+    layout: HostLayout
+    now_s: float = 0.0
+    content: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """Page -> share -> the block that was written last."""
+    pinned: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """(reader, page, block)."""
+    open_writes: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    """(page, share, tag, block) that a member has still to write."""
+
+    def __post_init__(self) -> None:
+        self.memory = memoryview(bytearray(self.layout.data_at))
+        self.directories = [self.open(rank) for rank in range(self.layout.ranks)]
+
+    def open(self, rank: int) -> HostDirectory:
+        return HostDirectory(self.memory, self.layout, rank, self.now_s)
+
+    def allocate(self, rank: int, key: bytes, shares: int) -> None:
+        own = self.directories[rank]
+        page = own.allocate(key, shares, self.now_s)
+        if page is None:
+            return
+        assert page in self.layout.pages_of(rank)
+        assert all(page != other for _, other, _ in self.pinned), "a pinned page was taken"
+        tag = own.tag(page)
+        self.open_writes += [(page, share, tag, key) for share in range(shares)]
+
+    def write(self, number: int) -> None:
+        page, share, tag, key = self.open_writes.pop(number % len(self.open_writes))
+        self.content.setdefault(page, {})[share] = key
+        # Any rank may be the member that writes.
+        self.directories[number % self.layout.ranks].complete(page, share, tag)
+
+    def pin(self, rank: int, key: bytes) -> None:
+        own = self.directories[rank]
+        own.refresh()
+        page = own.find(key)
+        if page is not None and own.pin(page, key):
+            self.pinned.append((rank, page, key))
+
+    def unpin(self, number: int) -> None:
+        rank, page, _ = self.pinned.pop(number % len(self.pinned))
+        self.directories[rank].unpin([page])
+
+    def restart(self, rank: int) -> None:
+        """End a rank's process: what it was about to write is never written."""
+        self.pinned = [each for each in self.pinned if each[0] != rank]
+        self.directories[rank] = self.open(rank)
+
+    def check(self) -> None:
+        for _, page, key in self.pinned:
+            shares = self.content[page]
+            first = self.layout.entry_word(page)
+            count = self.directories[0]._words[first + 1]
+            assert {shares[share] for share in range(count)} == {key}
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), pages=st.integers(1, 6))
+def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> None:
+    draw = random.Random(seed)
+    cell = Ranks(HostLayout(ranks, pages, PAGE_BYTES))
+    for _ in range(STEPS):
+        rank, key = draw.randrange(ranks), key_of(draw.randrange(1, 9))
+        match draw.randrange(10):
+            case 0 | 1 | 2:
+                cell.allocate(rank, key, draw.choice((1, 2, 4)))
+            case 3 | 4 | 5 if cell.open_writes:
+                cell.write(draw.randrange(1 << 16))
+            case 6 | 7:
+                cell.pin(rank, key)
+            case 8 if cell.pinned:
+                cell.unpin(draw.randrange(1 << 16))
+            case 9 if draw.random() < 0.2:
+                cell.restart(rank)
+            case _:
+                cell.now_s += 1.0
+        cell.check()
+        # No member writes after this limit.
+        if draw.random() < 0.02:
+            cell.open_writes.clear()
+            cell.now_s += WRITE_LIMIT_S + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(2, 4))
+def test_readers_know_what_writers_have_written(seed: int, ranks: int) -> None:
+    """Another rank finds the same blocks as the one that opens the directory anew."""
+    draw = random.Random(seed)
+    cell = Ranks(HostLayout(ranks, 5, PAGE_BYTES))
+    for _ in range(STEPS):
+        cell.allocate(draw.randrange(1, ranks), key_of(draw.randrange(1, 30)), 1)
+        while cell.open_writes:
+            cell.write(0)
+        if draw.random() < 0.1:
+            cell.directories[0].refresh()
+    cell.directories[0].refresh()
+    fresh = cell.open(0)
+    for number in range(1, 30):
+        found, anew = cell.directories[0].find(key_of(number)), fresh.find(key_of(number))
+        assert (found is None) == (anew is None)
+
+
+@settings(max_examples=200)
+@given(budget=st.integers(1 << 16, 1 << 32), ranks=st.integers(1, 16), page=st.integers(1, 1 << 22))
+def test_a_layout_fills_its_budget(budget: int, ranks: int, page: int) -> None:
+    smallest = HostLayout(ranks, 1, page).total_bytes + 4_096
+    if budget < smallest:
+        return
+    layout = layout_of(budget, ranks, page)
+    assert layout.total_bytes <= budget
+    more = HostLayout(ranks, layout.pages_per_rank + 1, page)
+    assert more.total_bytes > budget - 2 * 4_096
+    words = [layout.entry_word(page) for rank in range(ranks) for page in layout.pages_of(rank)[:2]]
+    assert len(set(words)) == len(words)
+    assert layout.pins_at(ranks) <= layout.data_at
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_the_longest_unused_page_goes_first_and_running_tasks_last(pages: int) -> None:
+    cell = Ranks(HostLayout(1, pages, PAGE_BYTES))
+    (own,) = cell.directories
+    for number in range(1, pages + 1):
+        cell.allocate(0, key_of(number), 1)
+        cell.write(0)
+    own.settle()
+    used = own.find(key_of(1))
+    assert used is not None
+    own.add_user(used)
+    cell.allocate(0, key_of(100), 1)
+    cell.write(0)
+    gone = [number for number in range(1, pages + 1) if own.find(key_of(number)) is None]
+    # A page of a running task goes only where there is no other.
+    assert gone == ([1] if pages == 1 else [2])

@@ -1,0 +1,246 @@
+"""The directory of host pages, rule by rule."""
+
+import pytest
+
+from kvadaptor.host.directory import WRITE_LIMIT_S, HostDirectory
+from kvadaptor.host.layout import (
+    JOURNAL_WORDS,
+    SHARES_MAX,
+    HostLayout,
+    HostMemoryError,
+    layout_of,
+)
+
+PAGES = 3
+KEY = bytes(range(32))
+OTHER = bytes(32)
+
+
+def opened(layout: HostLayout, count: int = 1) -> list[HostDirectory]:
+    memory = memoryview(bytearray(layout.data_at))
+    return [HostDirectory(memory, layout, rank, 0.0) for rank in range(count)]
+
+
+@pytest.fixture
+def two() -> list[HostDirectory]:
+    return opened(HostLayout(2, PAGES, 64), 2)
+
+
+def store(own: HostDirectory, key: bytes, *, shares: int = 1, now_s: float = 0.0) -> int:
+    page = own.allocate(key, shares, now_s)
+    assert page is not None
+    for share in range(shares):
+        own.complete(page, share, own.tag(page))
+    return page
+
+
+def reopened(own: HostDirectory, now_s: float = 0.0) -> HostDirectory:
+    return HostDirectory(own._bytes, own.layout, own.rank, now_s)
+
+
+def test_a_page_is_found_once_all_its_shares_are_written(two: list[HostDirectory]) -> None:
+    own, other = two
+    page = own.allocate(KEY, 2, 0.0)
+    assert page is not None
+    assert own.is_pending(KEY)
+    own.complete(page, 0, own.tag(page))
+    other.refresh()
+    assert own.find(KEY) is other.find(KEY) is None
+    assert not other.pin(page, KEY)
+    other.complete(page, 1, other.tag(page))
+    assert own.find(KEY) == other.find(KEY) == page
+    own.settle()
+    assert not own.is_pending(KEY)
+    assert own.used_pages == 1
+
+
+def test_a_pin_looks_at_the_block_again(two: list[HostDirectory]) -> None:
+    own, other = two
+    page = store(own, KEY)
+    other.refresh()
+    assert other.find(KEY) == page
+    for number in range(PAGES):
+        store(own, bytes([number + 1]) * 32)
+    # The page has another block, of which the reader has not heard.
+    assert other.find(KEY) == page
+    assert not other.pin(page, KEY)
+    other.refresh()
+    assert other.find(KEY) is None
+
+
+def test_a_pinned_page_stays_until_it_is_unpinned_by_all(two: list[HostDirectory]) -> None:
+    own, other = two
+    pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES + 1)]
+    other.refresh()
+    for number, page in enumerate(pages, 1):
+        assert own.pin(page, bytes([number]) * 32)
+        assert other.pin(page, bytes([number]) * 32)
+    assert own.allocate(KEY, 1, 0.0) is None
+    own.unpin(pages)
+    assert own.allocate(KEY, 1, 0.0) is None
+    assert [own.find(bytes([number]) * 32) for number in (1, 2, 3)] == pages
+    other.unpin(pages[1:2])
+    assert own.allocate(KEY, 1, 0.0) == pages[1]
+
+
+def test_a_read_makes_a_page_the_last_to_go(two: list[HostDirectory]) -> None:
+    own = two[0]
+    pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES + 1)]
+    own.settle()
+    assert own.pin(pages[0], bytes([1]) * 32)
+    own.unpin(pages[:1])
+    assert [store(own, bytes([number]) * 32) for number in (7, 8, 9)] == [
+        pages[1],
+        pages[2],
+        pages[0],
+    ]
+
+
+def test_pages_of_running_tasks_go_last_and_in_order(two: list[HostDirectory]) -> None:
+    own = two[0]
+    pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES + 1)]
+    own.settle()
+    for page in (*pages, pages[0]):
+        own.add_user(page)
+    own.remove_users(pages[:2])
+    # The first has one user left.
+    assert store(own, KEY) == pages[1]
+    own.remove_users(pages[:1])
+    assert store(own, bytes([9]) * 32) in (pages[0], pages[1])
+    own.add_user(PAGES + 1)  # Of another rank, which decides itself.
+    own.remove_users([PAGES + 1])
+
+
+def test_a_late_write_completes_nothing(two: list[HostDirectory]) -> None:
+    """A member that was stopped writes the tag of the block that it was asked for."""
+    own, other = two
+    page = own.allocate(KEY, 1, 0.0)
+    assert page is not None
+    late = own.tag(page)
+    for number in range(1, PAGES):
+        assert own.allocate(bytes([number]) * 32, 1, 0.0) is not None
+    assert own.allocate(OTHER, 1, WRITE_LIMIT_S) is None
+    assert own.allocate(OTHER, 1, WRITE_LIMIT_S + 1) is not None
+    again = next(p for p in own.layout.pages_of(0) if own._hashes.get(p) == OTHER)
+    other.complete(again, 0, late)
+    assert own.find(OTHER) is None
+    other.complete(again, 0, own.tag(again))
+    assert own.find(OTHER) == again
+
+
+def test_tags_that_come_again_complete_nothing() -> None:
+    (own,) = opened(HostLayout(1, 1, 64))
+    page = own.allocate(KEY, 2, 0.0)
+    assert page is not None
+    first = own.tag(page)
+    own.complete(page, 1, first)
+    for _ in range(255):
+        # One share alone: the byte of the other one stays.
+        now_s = own._pending.get(page, 0.0) + WRITE_LIMIT_S + 1
+        assert own.allocate(KEY, 1, now_s) == page
+    now_s += WRITE_LIMIT_S + 1
+    assert own.allocate(KEY, 2, now_s) == page
+    tags = set()
+    while own.tag(page) != first:
+        now_s += WRITE_LIMIT_S + 1
+        assert own.allocate(KEY, 2, now_s) == page
+        tags.add(own.tag(page))
+    assert 0 not in tags
+    own.complete(page, 0, first)
+    assert own.find(KEY) is None
+
+
+def test_a_restarted_rank_takes_over_what_is_complete(two: list[HostDirectory]) -> None:
+    own, other = two
+    page = store(own, KEY, shares=2)
+    incomplete = own.allocate(OTHER, 1, 0.0)
+    assert incomplete is not None
+    anew = reopened(own, 5.0)
+    assert anew.find(KEY) == page
+    assert anew.find(OTHER) is None
+    assert anew.is_pending(OTHER)
+    assert anew.used_pages == 2
+    anew.complete(incomplete, 0, anew.tag(incomplete))
+    assert anew.find(OTHER) == incomplete
+    other.refresh()
+    assert other.find(KEY) == page
+    # Its pins ended with it.
+    assert own.pin(page, KEY)
+    assert reopened(own).allocate(bytes([1]) * 32, 1, 0.0) is not None
+    last = reopened(own)
+    for number in range(2, 5):
+        store(last, bytes([number]) * 32, now_s=WRITE_LIMIT_S + 9)
+    assert last.find(KEY) is None
+
+
+def test_an_entry_that_was_being_changed_is_free(two: list[HostDirectory]) -> None:
+    own, other = two
+    page = store(own, KEY)
+    other.refresh()
+    word = own.layout.entry_word(page)
+    own._words[word] += 1
+    assert other.find(KEY) is None
+    assert not other.pin(page, KEY)
+    anew = reopened(own)
+    other.refresh()
+    assert anew.find(KEY) is other.find(KEY) is None
+    assert anew.used_pages == 0
+    assert {store(anew, bytes([number]) * 32) for number in (1, 2, 3)} == {0, 1, 2}
+
+
+def test_a_reader_that_missed_much_reads_all(two: list[HostDirectory]) -> None:
+    own, other = two
+    for number in range(JOURNAL_WORDS + 10):
+        store(own, number.to_bytes(4, "little") * 8)
+    other.refresh()
+    found = [other.find(n.to_bytes(4, "little") * 8) for n in range(JOURNAL_WORDS + 10)]
+    assert [page is not None for page in found[-PAGES:]] == [True] * PAGES
+    assert not any(page is not None for page in found[:-PAGES])
+
+
+def test_several_pages_of_a_block_are_all_found() -> None:
+    own, second, reader = opened(HostLayout(3, PAGES, 64), 3)
+    first_page, second_page = store(own, KEY), store(second, KEY)
+    reader.refresh()
+    assert reader.find(KEY) in (first_page, second_page)
+    for number in range(1, PAGES + 1):
+        store(own, bytes([number]) * 32)
+    assert reader.find(KEY) == first_page, "not refreshed yet"
+    reader.refresh()
+    assert reader.find(KEY) == second_page
+    third = store(own, KEY)
+    for number in range(1, PAGES + 1):
+        store(second, bytes([number + 10]) * 32)
+    reader.refresh()
+    assert reader.find(KEY) == third
+
+
+def test_short_hashes_are_found_and_long_ones_refused(two: list[HostDirectory]) -> None:
+    own = two[0]
+    page = store(own, b"short")
+    assert own.find(b"short") == page
+    assert own.pin(page, b"short")
+    with pytest.raises(HostMemoryError, match="sha256"):
+        own.find(bytes(33))
+    with pytest.raises(HostMemoryError, match=str(SHARES_MAX)):
+        own.allocate(KEY, SHARES_MAX + 1, 0.0)
+    with pytest.raises(HostMemoryError):
+        own.allocate(KEY, 0, 0.0)
+
+
+def test_a_page_takes_a_limited_number_of_pins(two: list[HostDirectory]) -> None:
+    own = two[0]
+    page = store(own, KEY)
+    assert all(own.pin(page, KEY) for _ in range(255))
+    assert not own.pin(page, KEY)
+    own.unpin([page] * 255)
+    assert own.pin(page, KEY)
+
+
+def test_too_little_memory_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(HostMemoryError, match="--host-kv") as refusal:
+        layout_of(1 << 16, 4, 1 << 20)
+    need = int(str(refusal.value).split("at least ")[1].split()[0])
+    assert layout_of(need, 4, 1 << 20).pages_per_rank == 1
+    with pytest.raises(HostMemoryError):
+        layout_of(need - 1, 4, 1 << 20)
