@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.host_memory import check_host_kv
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
@@ -44,6 +45,7 @@ def main() -> int:
         set_up_logging()
         check_model(config, fetch=ask_nobody)
         check_nccl(config)
+        check_host_kv(config)
         # Imported late: the checks above take milliseconds, vLLM's import takes seconds.
         from worker.engine.config import EngineConfigError
         from worker.launch.launcher import Launcher, probe

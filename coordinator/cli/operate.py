@@ -9,7 +9,13 @@ from typing import Any
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.last_run import find_admin_url
-from coordinator.cli.rank_words import hold_parts, megabytes, weights_words
+from coordinator.cli.rank_words import (
+    has_host_pages,
+    hold_parts,
+    host_words,
+    megabytes,
+    weights_words,
+)
 from coordinator.cli.tables import format_table
 
 LAST_MAX = 1_000
@@ -233,10 +239,14 @@ def _out_table(modes: list[dict[str, Any]]) -> str:
 
 
 def _ranks_table(ranks: list[dict[str, Any]]) -> str:
-    parted = hold_parts(ranks)
+    parted, hosted = hold_parts(ranks), has_host_pages(ranks)
     headers = ["rank", "pid", "phase", "epoch", "heard ms ago", "lease ms", "pages free"]
     return format_table(
-        [*headers, "restarts", *(["weights"] if parted else [])],
+        [
+            *(*headers, "restarts"),
+            *(["weights"] if parted else []),
+            *(["host pages"] if hosted else []),
+        ],
         [
             (
                 rank["rank"],
@@ -248,6 +258,7 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
                 rank.get("pages", {}).get("free", "-"),
                 rank.get("restarts", "-"),
                 *([weights_words(rank)] if parted else []),
+                *([host_words(rank)] if hosted else []),
             )
             for rank in ranks
         ],

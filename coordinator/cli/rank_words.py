@@ -30,6 +30,20 @@ def weights_words(rank: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def has_host_pages(ranks: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether any rank of the admin API's answer has KV pages in host memory."""
+    return any(rank.get("gauges", {}).get("host_pages") for rank in ranks)
+
+
+def host_words(rank: Mapping[str, Any]) -> str:
+    """Return how many host pages of a rank have a block, and what its groups read from all."""
+    gauges = rank.get("gauges", {})
+    if "host_pages" not in gauges:
+        return "-"
+    used, pages, hits = (gauges[each] for each in ("host_pages_used", "host_pages", "host_hits"))
+    return f"{used} of {pages}, {hits:,} tokens read"
+
+
 def megabytes(size: int) -> str:
     """Return a size in MB, as it stands in a sentence."""
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

@@ -16,22 +16,28 @@ def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
 
 
-def _quotas(cgroups: Path, own: Path) -> list[float]:
-    """The quotas, in cores, of this process's cgroup and of all its ancestors."""
+def own_cgroups(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[Path]:
+    """Return the folders of this process's cgroup and of all its ancestors.
+
+    The last two are those of cgroup v1, which keeps the files of each resource in a folder of its
+    own; a container sees its cgroup as the root.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return []
     name = next((line[3:] for line in lines if line.startswith("0::/")), "/")
     folder = cgroups / name.lstrip("/")
-    found = [
-        _quota(each / "cpu.max")
-        for each in (folder, *folder.parents)
-        if each.is_relative_to(cgroups)
-    ]
-    # cgroup v1 keeps CPU files in a folder of its own; a container sees its cgroup as the root.
-    first = cgroups / "cpu"
-    found.append(_quota(first / "cpu.cfs_quota_us", first / "cpu.cfs_period_us"))
+    found = [each for each in (folder, *folder.parents) if each.is_relative_to(cgroups)]
+    return [*found, cgroups / "cpu", cgroups / "memory"]
+
+
+def _quotas(cgroups: Path, own: Path) -> list[float]:
+    """The quotas, in cores, of this process's cgroup and of all its ancestors."""
+    found: list[float | None] = []
+    for each in own_cgroups(cgroups, own):
+        found.append(_quota(each / "cpu.max"))
+        found.append(_quota(each / "cpu.cfs_quota_us", each / "cpu.cfs_period_us"))
     return [quota for quota in found if quota is not None]
 
 

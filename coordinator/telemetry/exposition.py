@@ -169,6 +169,7 @@ def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
     )
     yield from _process_metrics([each for each in reported if each["gauges"]])
     yield from _loan_metrics(heard)
+    yield from _host_metrics([each for each in reported if each["gauges"]])
 
 
 def _state(rank: View) -> str:
@@ -224,6 +225,49 @@ def _loan_metrics(ranks: list[View]) -> Iterator[Metric]:
         ("rank",),
         [((str(r["rank"]),), r["weights"]["whole_layers"]) for r in ranks],
     )
+
+
+def _host_metrics(ranks: list[View]) -> Iterator[Metric]:
+    """Yield the host pages of each rank; all 0 in a cell without any."""
+
+    def rows(field: str) -> list[tuple[tuple[str, ...], float]]:
+        return [((str(rank["rank"]),), rank["gauges"].get(field, 0)) for rank in ranks]
+
+    yield _gauge(
+        "aileron_host_pages",
+        "Host pages that a rank allocates; every rank reads those of all.",
+        ("rank",),
+        rows("host_pages"),
+    )
+    yield _gauge(
+        "aileron_host_pages_used",
+        "Host pages with a block, of those that a rank allocates.",
+        ("rank",),
+        rows("host_pages_used"),
+    )
+    for name, text, field in (
+        (
+            "computed_tokens",
+            "Tokens that the groups led by a rank have computed.",
+            "computed_tokens",
+        ),
+        (
+            "host_hits",
+            "Tokens that the groups led by a rank read from host pages instead of computing them.",
+            "host_hits",
+        ),
+        ("host_loaded_bytes", "Bytes that a rank read from host pages.", "host_loaded_bytes"),
+        ("host_stored_bytes", "Bytes that a rank wrote to host pages.", "host_stored_bytes"),
+        (
+            "host_full_blocks",
+            "Blocks that found no host page, as running tasks used all.",
+            "host_full_blocks",
+        ),
+    ):
+        counter = CounterMetricFamily(f"aileron_{name}", text, labels=("rank",))
+        for labels, value in rows(field):
+            counter.add_metric(labels, value)
+        yield counter
 
 
 def queue_metrics(queue: View, now_ms: int) -> Iterator[Metric]:

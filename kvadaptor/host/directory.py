@@ -168,8 +168,6 @@ class HostDirectory:
         """Evict a page after all others, until `remove_users`; pages of other ranks are ignored."""
         if page in self.layout.pages_of(self.rank):
             self._users[page] = self._users.get(page, 0) + 1
-            if page in self._used:
-                self._used.move_to_end(page)
 
     def remove_users(self, pages: Iterable[int]) -> None:
         """Take back `add_user`."""

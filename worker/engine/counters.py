@@ -23,6 +23,8 @@ class EngineCounts:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    computed_tokens: int = 0
+    """Tokens of finished steps, those that were computed before included."""
 
     def drain(self, kv_cache: KVCacheManager) -> None:
         """Add the prefix cache's queries and hits since the last call."""
@@ -116,6 +118,7 @@ def engine_totals(
         ("prefix_queries", sum(one.prefix_queries for one in each)),
         ("prefix_hits", sum(one.prefix_hits for one in each)),
         ("preemptions", sum(one.preemptions for one in each)),
+        ("computed_tokens", sum(one.computed_tokens for one in each)),
         ("borrowed_bytes", borrowing.bytes_borrowed if borrowing is not None else 0),
         ("loan_wait_us", round(borrowing.wait_s * 1e6) if borrowing is not None else 0),
     )

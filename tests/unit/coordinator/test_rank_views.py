@@ -107,3 +107,40 @@ def test_metrics_of_loans_exist_for_every_rank() -> None:
     }.items():
         assert found[name] == values
         assert plain[name] == [0.0, 0.0]
+
+
+HOST = (
+    ("host_pages", 818),
+    ("host_pages_used", 139),
+    ("host_hits", 4096),
+    ("host_loaded_bytes", 7),
+    ("host_stored_bytes", 8),
+    ("host_full_blocks", 9),
+    ("computed_tokens", 10),
+)
+
+
+def host_views(gauges: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
+    cell = Cell("dp2")
+    for rank in map(Rank, range(2)):
+        cell.event(RankOpened(cell.ranks[rank].hello()))
+    report = cell.ranks[Rank(0)].report(0)
+    cell.event(RankReported(Rank(0), replace(report, gauges=gauges)))
+    view: Any = cell.core.views.ranks(cell.now_ms)
+    ranks: list[dict[str, Any]] = view["ranks"]
+    return ranks
+
+
+def test_host_pages_are_shown_where_a_cell_has_some() -> None:
+    shown = operate._ranks_table(host_views(HOST)).splitlines()
+    assert "host pages" in shown[0]
+    assert any("139 of 818, 4,096 tokens read" in line for line in shown)
+    assert "host pages" not in operate._ranks_table(host_views((("rss_bytes", 1),)))
+    families = exposition.rank_metrics(host_views(HOST))
+    found = {each.name: [sample.value for sample in each.samples] for each in families}
+    for name, value in HOST:
+        assert found[f"aileron_{name}"] == [value]
+    plain = exposition.rank_metrics(host_views((("rss_bytes", 1),)))
+    assert {each.name: [s.value for s in each.samples] for each in plain}[
+        "aileron_host_pages_used"
+    ] == [0.0]

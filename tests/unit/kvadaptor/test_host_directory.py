@@ -105,8 +105,16 @@ def test_pages_of_running_tasks_go_last_and_in_order(two: list[HostDirectory]) -
     own.remove_users(pages[:2])
     # The first has one user left.
     assert store(own, KEY) == pages[1]
+    own.settle()
+    own.add_user(pages[1])
     own.remove_users(pages[:1])
-    assert store(own, bytes([9]) * 32) in (pages[0], pages[1])
+    assert store(own, bytes([9]) * 32) == pages[0]
+    own.settle()
+    # Where all have users, the oldest goes, and is nobody's afterwards.
+    own.add_user(pages[0])
+    assert store(own, bytes([10]) * 32) == pages[2]
+    own.settle()
+    assert store(own, bytes([11]) * 32) == pages[2]
     own.add_user(PAGES + 1)  # Of another rank, which decides itself.
     own.remove_users([PAGES + 1])
 
@@ -126,6 +134,28 @@ def test_a_late_write_completes_nothing(two: list[HostDirectory]) -> None:
     assert own.find(OTHER) is None
     other.complete(again, 0, own.tag(again))
     assert own.find(OTHER) == again
+
+
+def test_what_was_never_completed_goes_first(two: list[HostDirectory]) -> None:
+    own = two[0]
+    incomplete = own.allocate(OTHER, 1, 0.0)
+    pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES)]
+    own.settle()
+    late_s = WRITE_LIMIT_S + 1
+    assert store(own, KEY, now_s=late_s) == incomplete
+    assert store(own, bytes([9]) * 32, now_s=late_s) == pages[0]
+
+
+def test_a_free_page_that_somebody_reads_is_taken_later(two: list[HostDirectory]) -> None:
+    """A rank that ended in the middle of a change comes back while others look at the page."""
+    own, other = two
+    own._words[own.layout.entry_word(0)] += 1
+    at = own.layout.pins_at(other.rank)
+    own._bytes[at] = 1
+    anew = reopened(own)
+    assert {store(anew, bytes([number]) * 32) for number in (1, 2)} == {1, 2}
+    own._bytes[at] = 0
+    assert store(anew, bytes([3]) * 32) == 0
 
 
 def test_tags_that_come_again_complete_nothing() -> None:
@@ -226,6 +256,8 @@ def test_short_hashes_are_found_and_long_ones_refused(two: list[HostDirectory]) 
         own.allocate(KEY, SHARES_MAX + 1, 0.0)
     with pytest.raises(HostMemoryError):
         own.allocate(KEY, 0, 0.0)
+    page = store(own, KEY, shares=SHARES_MAX)
+    assert own.find(KEY) == page
 
 
 def test_a_page_takes_a_limited_number_of_pins(two: list[HostDirectory]) -> None:

@@ -14,12 +14,13 @@ from worker.engine.weights.ring import LoanCopy, LoanRing
 
 
 def test_totals_of_all_schedulers_and_of_loans() -> None:
-    leads = SimpleNamespace(counted=lambda: EngineCounts(5, 3, 1))
+    leads = SimpleNamespace(counted=lambda: EngineCounts(5, 3, 1, 70))
     plain = dict(engine_totals([leads, None, leads]))
     assert plain == {
         "prefix_queries": 10,
         "prefix_hits": 6,
         "preemptions": 2,
+        "computed_tokens": 140,
         "borrowed_bytes": 0,
         "loan_wait_us": 0,
     }

@@ -171,6 +171,7 @@ class ModeScheduler(Scheduler):
 
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return the outputs for their clients."""
+        self._counts.computed_tokens += plan.tokens
         if self.host_blocks is not None:
             self.host_blocks.step_is_over(plan.output.kv_connector_metadata)
         by_client = self.update_from_output(plan.output, result)
