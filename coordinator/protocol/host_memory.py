@@ -14,7 +14,7 @@ KEEP_SHARE = 0.1
 
 def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """Return the memory that is free on the machine, or in the cgroup that has least left."""
-    left = [psutil.virtual_memory().available]
+    rooms = [psutil.virtual_memory().available]
     for folder in own_cgroups(cgroups, own):
         for limit, used in (
             ("memory.max", "memory.current"),
@@ -24,8 +24,8 @@ def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
                 most, now = (int((folder / name).read_text()) for name in (limit, used))
             except (OSError, ValueError):
                 continue  # There is no such file, or it says `max`.
-            left.append(max(0, most - now))
-    return min(left)
+            rooms.append(max(0, most - now))
+    return min(rooms)
 
 
 def check_host_kv(config: Config, free_bytes: int | None = None) -> None:

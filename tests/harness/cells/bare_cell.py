@@ -315,7 +315,9 @@ class TaskClient:
             return
         stream.resumed += 1
         known = {"delivered_tokens": tuple(stream.tokens), "attempt": self._fences[asked.task]}
-        self._up.put_nowait(msgspec.structs.replace(self._submitted[asked.task], **known))
+        again = msgspec.structs.replace(self._submitted[asked.task], **known)
+        self._submitted[asked.task] = again
+        self._up.put_nowait(again)
 
     async def _read_tokens(self, pull: Any) -> None:
         from vllm.v1.engine import EngineCoreOutputs
@@ -359,6 +361,10 @@ class TaskClient:
         self._submitted[header.task] = submit
         self._up.put_nowait(submit)
         return self.streams[name]
+
+    def submitted(self, name: str) -> Submit:
+        """Return what was last submitted for a task: again, with its tokens, after a loss."""
+        return self._submitted[TaskId(name + self._tag)]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:
         """Run one request; returns when it was sent and when each batch of tokens came."""

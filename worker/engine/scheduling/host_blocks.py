@@ -78,7 +78,7 @@ class HostBlocks:
         counts: HostCounts,
         is_sooner: Callable[[int], bool],
     ) -> None:
-        """`shares` members write a page; `is_sooner` says whether loading beats computing.
+        """`shares` members write a page; `is_sooner` tells if loading beats computing.
 
         It is asked with a number of tokens.
         """
@@ -134,8 +134,8 @@ class HostBlocks:
         if offer is None:
             return
         count = num_external_tokens // self._scheduler.block_size
-        taken, left = offer.pages[:count], offer.pages[count:]
-        self._directory.unpin(left)
+        taken, rest = offer.pages[:count], offer.pages[count:]
+        self._directory.unpin(rest)
         (numbers,) = blocks.get_block_ids()
         self._step.load_blocks += numbers[offer.first : offer.first + count]
         self._step.load_pages += taken

@@ -1,0 +1,235 @@
+"""What a scheduler loads from host pages and stores into them, hook by hook."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvadaptor.host.directory import HostDirectory
+from kvadaptor.host.layout import HostLayout
+from worker.engine.scheduling import host_blocks
+from worker.engine.scheduling.host_blocks import HostBlocks, HostStep
+
+SIZE = 4
+PAGES = 8
+
+
+def key_of(number: int) -> bytes:
+    return bytes([number + 1]) * 32
+
+
+@dataclass
+class Task:
+    """What the hooks read of vLLM's request."""
+
+    request_id: str
+    num_tokens: int
+    block_hashes: list[bytes]
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass
+class Blocks:
+    numbers: list[int]
+
+    def get_block_ids(self) -> tuple[list[int]]:
+        return (self.numbers,)
+
+
+@dataclass
+class Counts:
+    hit_tokens: int = 0
+    full: int = 0
+
+
+@dataclass
+class Scheduler:
+    """Tasks whose block n is 100 + n."""
+
+    requests: dict[str, Any] = field(default_factory=dict)
+    block_size: int = SIZE
+
+    def _blocks_of(self, request_id: str) -> list[int]:
+        return [100 + number for number in range(20)]
+
+
+class Group:
+    """One leader's hooks over a directory of its own."""
+
+    def __init__(self, *, shares: int = 1, is_sooner: Any = lambda _: True) -> None:
+        layout = HostLayout(2, PAGES, 64)
+        memory = memoryview(bytearray(layout.data_at))
+        self.own, self.other = (HostDirectory(memory, layout, rank, 0.0) for rank in range(2))
+        self.scheduler, self.counts = Scheduler(), Counts()
+        self.hooks = HostBlocks(self.scheduler, self.own, shares, self.counts, is_sooner)
+
+    def task(self, tokens: int, name: str = "task", computed: int = 0) -> Any:
+        made = Task(name, tokens, [key_of(n) for n in range(tokens // SIZE)], computed)
+        self.scheduler.requests[name] = made
+        return made
+
+    def step(self, **tokens: int) -> HostStep | None:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = tokens
+        return self.hooks.build_connector_meta(output)
+
+    def store(self, directory: HostDirectory, *numbers: int) -> list[int]:
+        pages = []
+        for number in numbers:
+            page = directory.allocate(key_of(number), 1, 0.0)
+            assert page is not None
+            directory.complete(page, 0, directory.tag(page))
+            pages.append(page)
+        return pages
+
+    def pins(self) -> int:
+        at = self.own.layout.pins_at(0)
+        return sum(self.own._bytes[at : at + self.own.layout.pages])
+
+
+def test_full_blocks_of_a_step_are_stored_once() -> None:
+    group = Group(shares=2)
+    task = group.task(10)
+    step = group.step(task=10)
+    assert step is not None
+    assert step.store_blocks == [100, 101]
+    assert not step.load_pages
+    task.num_computed_tokens = 10
+    task.block_hashes.append(key_of(2))
+    assert group.step(task=1) is None, "the third block is not full"
+    task.num_computed_tokens = 11
+    later = group.step(task=1)
+    assert later is not None
+    assert later.store_blocks == [102]
+    # Another task with the same blocks finds them being filled.
+    assert group.step(**{group.task(8, "twin").request_id: 8}) is None
+
+
+def test_a_block_without_a_hash_waits() -> None:
+    """Where steps overlap, the token that fills a block may not be known yet."""
+    group = Group()
+    task = group.task(8)
+    task.block_hashes.pop()
+    first = group.step(task=8)
+    assert first is not None
+    assert first.store_blocks == [100]
+    task.num_computed_tokens = 8
+    task.block_hashes.append(key_of(1))
+    second = group.step(task=1)
+    assert second is not None
+    assert second.store_blocks == [101]
+
+
+def test_a_prefix_is_loaded_up_to_the_last_token() -> None:
+    group = Group()
+    pages = group.store(group.other, 0, 1, 2, 3)
+    task = group.task(16)
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (12, False)
+    group.hooks.update_state_after_alloc(task, Blocks([7, 8, 9, 10]), 12)
+    assert group.counts.hit_tokens == 12
+    step = group.step(task=4)
+    assert step is not None
+    assert (step.load_blocks, step.load_pages) == ([7, 8, 9], pages[:3])
+    assert not step.store_pages, "all are there"
+    assert group.pins() == 3
+    group.hooks.step_is_over(step)
+    group.hooks.step_is_over(step)
+    assert group.pins() == 0
+
+
+def test_what_the_device_has_is_not_loaded() -> None:
+    group = Group()
+    pages = group.store(group.other, 0, 1, 2)
+    task = group.task(13)
+    assert group.hooks.get_num_new_matched_tokens(task, 8) == (4, False)
+    group.hooks.update_state_after_alloc(task, Blocks([7, 8, 9, 10]), 4)
+    step = group.step(task=1)
+    assert step is not None
+    assert (step.load_blocks, step.load_pages) == ([9], pages[2:])
+
+
+def test_a_gap_ends_what_is_loaded() -> None:
+    group = Group()
+    group.store(group.other, 0, 2)
+    assert group.hooks.get_num_new_matched_tokens(group.task(16), 0) == (4, False)
+
+
+@pytest.mark.parametrize("reason", ["slow", "reads no cache", "nothing"])
+def test_nothing_is_loaded_and_nothing_stays_pinned(reason: str) -> None:
+    group = Group(is_sooner=lambda tokens: reason != "slow" and tokens > 0)
+    if reason != "nothing":
+        group.store(group.other, 0, 1)
+    task = group.task(12)
+    task.skip_reading_prefix_cache = reason == "reads no cache"
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (0, False)
+    assert group.pins() == 0
+
+
+def test_an_offer_is_kept_while_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    group.store(group.other, 0, 1)
+    task = group.task(12)
+    now_s = 100.0
+    monkeypatch.setattr(host_blocks.time, "monotonic", lambda: now_s)
+    for _ in range(3):
+        assert group.hooks.get_num_new_matched_tokens(task, 0) == (8, False)
+        assert group.step() is None
+        assert group.pins() == 2
+    # Less of it is needed now.
+    assert group.hooks.get_num_new_matched_tokens(task, 4) == (4, False)
+    assert group.pins() == 1
+    now_s += host_blocks.OFFER_S + 0.1
+    assert group.step() is None
+    assert group.pins() == 0
+
+
+def test_a_smaller_allocation_lets_the_rest_go() -> None:
+    group = Group()
+    pages = group.store(group.other, 0, 1, 2)
+    task = group.task(16)
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (12, False)
+    group.hooks.update_state_after_alloc(task, Blocks([7, 8, 9]), 4)
+    step = group.step(task=1)
+    assert step is not None
+    assert step.load_pages == pages[:1]
+    assert group.pins() == 1
+
+
+def test_ended_tasks_leave_nothing_but_their_pages() -> None:
+    group = Group()
+    group.store(group.other, 0)
+    task = group.task(9)
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (4, False)
+    assert group.hooks.request_finished(task, []) == (False, None)
+    assert group.pins() == 0
+    step = group.step(task=9)
+    assert step is not None
+    assert len(step.store_pages) == 1
+    assert group.own._users
+    group.hooks.request_finished(task, [])
+    assert not group.own._users
+
+
+def test_steps_that_never_end_are_forgotten() -> None:
+    group = Group()
+    group.store(group.other, 0)
+    task = group.task(8)
+    group.hooks.get_num_new_matched_tokens(task, 0)
+    group.hooks.update_state_after_alloc(task, Blocks([7]), 4)
+    assert group.step(task=4) is not None
+    group.hooks.forget_steps()
+    assert group.pins() == 0
+
+
+def test_where_all_pages_are_in_use_blocks_are_counted() -> None:
+    group = Group()
+    pages = group.store(group.own, *range(50, 50 + PAGES))
+    for number, page in enumerate(pages, 50):
+        assert group.other.pin(page, key_of(number)) or group.own.pin(page, key_of(number))
+    assert group.step(**{group.task(8).request_id: 8}) is None
+    assert group.counts.full == 2
