@@ -175,7 +175,7 @@ def test_an_offer_is_kept_while_blocks_are_short(monkeypatch: pytest.MonkeyPatch
     group.store(group.other, 0, 1)
     task = group.task(12)
     now_s = 100.0
-    monkeypatch.setattr(host_blocks.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
     for _ in range(3):
         assert group.hooks.get_num_new_matched_tokens(task, 0) == (8, False)
         assert group.step() is None
