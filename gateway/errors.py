@@ -41,6 +41,8 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "unsupported_parameter": (400, _REQUEST),
     "context_length_exceeded": (400, _REQUEST),
     "invalid_api_key": (401, "authentication_error"),
+    "api_key_expired": (401, "authentication_error"),
+    "api_key_revoked": (401, "authentication_error"),
     "permission_denied": (403, "permission_error"),
     "model_not_found": (404, _REQUEST),
     "unknown_url": (404, _REQUEST),
@@ -53,6 +55,8 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "unsupported_media_type": (415, _REQUEST),
     "headers_too_large": (431, _REQUEST),
     "quota_exceeded": (429, "rate_limit_error"),
+    "token_budget_exceeded": (429, "rate_limit_error"),
+    "parallel_limit_exceeded": (429, "rate_limit_error"),
     "rate_limit_exceeded": (429, "rate_limit_error"),
     "queue_full": (429, "rate_limit_error"),
     "tier_capacity": (429, "rate_limit_error"),
@@ -87,7 +91,10 @@ _CODE_OF_STATUS: Final[dict[int, str]] = {
 }
 
 _NO_RETRY = frozenset(
-    {"conflict", "deadline_exceeded", "quota_exceeded", "request_too_large", "worker_lost"}
+    {
+        *("conflict", "deadline_exceeded", "quota_exceeded", "request_too_large"),
+        *("token_budget_exceeded", "worker_lost"),
+    }
 )
 _RETRY_SOON = frozenset({"request_in_progress"})
 _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -31,10 +31,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; the result has `command`, the function to call with it. Raises `CliError`."""
     if arguments and arguments[0] == "serve":
         return _parse_serve(arguments[1:])
+    if arguments and arguments[0] == "key" and _is_option(arguments[1:2]):
+        # `aileron key --tenant acme`, from before there were other actions.
+        arguments = ["key", "new", *arguments[1:]]
     own, engine_args = _split_engine_args(arguments)
     options, unknown = _parser().parse_known_args(own)
     if unknown:
-        raise CliError(_advice_on(unknown, options.name), USAGE_STATUS)
+        raise CliError(_advice_on(unknown, _name_of(options)), USAGE_STATUS)
     takes_them = options.name == "up" or getattr(options, "model", None) is not None
     if engine_args and not takes_them:
         raise CliError(
@@ -43,6 +46,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     options.engine_args = tuple(engine_args)
     return options
+
+
+def _is_option(words: Sequence[str]) -> bool:
+    return any(each.startswith("--") and each != "--help" for each in words)
 
 
 def _advice_on(unknown: Sequence[str], command: str) -> str:
@@ -59,12 +66,19 @@ def _advice_on(unknown: Sequence[str], command: str) -> str:
     return f"`aileron {command}` has no option {word}{proposal(word, _names_of(command))} {page}"
 
 
+def _name_of(options: argparse.Namespace) -> str:
+    """Return the words that name the command, such as "up" or "key new"."""
+    return f"{options.name} {options.action}" if hasattr(options, "action") else options.name
+
+
 def _names_of(command: str) -> list[str]:
     """Return the options of a command."""
-    for action in _parser()._actions:  # noqa: SLF001 -- argparse has no public way to ask
-        if isinstance(action.choices, dict) and command in action.choices:
-            return list(action.choices[command]._option_string_actions)  # noqa: SLF001
-    return []
+    parser: argparse.ArgumentParser = _parser()
+    for word in command.split():
+        for action in parser._actions:  # noqa: SLF001 -- argparse has no public way to ask
+            if isinstance(action.choices, dict) and word in action.choices:
+                parser = action.choices[word]
+    return list(parser._option_string_actions)  # noqa: SLF001
 
 
 def _parse_serve(words: Sequence[str]) -> argparse.Namespace:
@@ -286,22 +300,55 @@ def _add_replay(commands: "Commands") -> None:
 def _add_key(commands: "Commands") -> None:
     key = commands.add_parser(
         "key",
-        help="make an API key",
+        help="make, list and revoke API keys",
+        description="Make, list and revoke API keys. A file of keys holds only their hashes, and "
+        "gateways read it again when it changes.",
+    )
+    actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add_key_new(actions)
+    for action, text, command in (
+        ("list", "the keys of a file, without the keys themselves", _key_list),
+        ("revoke", "refuse a key from now on", _key_revoke),
+    ):
+        one = actions.add_parser(action, help=text)
+        one.set_defaults(command=command)
+        if action == "revoke":
+            one.add_argument("key", metavar="NAME", help="the key's name, or a part of its prefix")
+        else:
+            one.add_argument("--json", action="store_true", help="print JSON")
+        one.add_argument("--file", type=Path, required=True, metavar="FILE", help="file of keys")
+
+
+def _add_key_new(actions: "Commands") -> None:
+    new = actions.add_parser(
+        "new",
+        help="make a key",
         description="Make an API key. It is printed once; files hold only its hash.",
     )
-    key.set_defaults(command=_key)
-    add = key.add_argument
+    new.set_defaults(command=_key_new)
+    add = new.add_argument
     add(
         "--tenant",
         required=True,
         metavar="NAME",
         help="the tenant that its requests are charged to",
     )
+    add("--name", dest="key_name", metavar="NAME", help="the key's name; default: the tenant's")
     add("--file", type=Path, metavar="FILE", help="add it to this file; default: print the entry")
+    add(
+        "--expires",
+        metavar="90d|DATE",
+        help="refuse it after this span, or from this date or time on (UTC); default: never",
+    )
     add("--max-tier", choices=TIERS, default="interactive", help="default: interactive")
     add("--default-tier", choices=TIERS, help="default: standard, or batch if --max-tier is batch")
-    add("--requests-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
-    add("--tokens-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
+    for name, text in (
+        ("requests-per-minute", "requests"),
+        ("tokens-per-minute", "prompt and generated tokens"),
+        ("tokens-per-day", "prompt and generated tokens from 00:00 UTC"),
+        ("max-parallel", "requests at once, for each gateway process"),
+    ):
+        add(f"--{name}", type=int, default=0, metavar="N", help=f"most {text}; default: no limit")
 
 
 class _Version(argparse.Action):
@@ -366,10 +413,22 @@ def _replay(options: argparse.Namespace) -> int:
     return run_replay(options)
 
 
-def _key(options: argparse.Namespace) -> int:
-    from coordinator.cli.keys import run_key
+def _key_new(options: argparse.Namespace) -> int:
+    from coordinator.cli.keys import run_key_new
 
-    return run_key(options)
+    return run_key_new(options)
+
+
+def _key_list(options: argparse.Namespace) -> int:
+    from coordinator.cli.keys import run_key_list
+
+    return run_key_list(options)
+
+
+def _key_revoke(options: argparse.Namespace) -> int:
+    from coordinator.cli.keys import run_key_revoke
+
+    return run_key_revoke(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -43,6 +43,8 @@ def _sentence(
         return f"{message}."
     if message.startswith("Input should be "):
         return f"{path} must be {message.removeprefix('Input should be ')}."
+    if message.startswith("must "):
+        return f"{path} {message}."
     return f"{path}: {message[:1].lower()}{message[1:]}."
 
 

@@ -1,12 +1,14 @@
 """Identifies clients by their API key, looked up by hash, and limits wrong keys per address.
 
 The key file is read again when it changes; if it cannot be read, the old keys stay and a log line
-says so. Called by the edge for every request but the probes.
+says so. A key expires at its time, without that. Called by the edge for every request but the
+probes.
 """
 
 import asyncio
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
@@ -30,12 +32,17 @@ WRONG_KEYS_PER_MINUTE = 60
 log = structlog.get_logger(__name__)
 
 
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
 class KeyRing:
     """The keys of a gateway; without a file every client is the same anonymous one."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, now: Callable[[], datetime] = _now) -> None:
         """Read the key file, if any; raises `ConfigError` with a sentence if that fails."""
         self._path = Path(path) if path else None
+        self._now = now
         self._keys: Mapping[str, ApiKey] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._wrong = FixedWindowRateLimiter(MemoryStorage())
@@ -64,7 +71,7 @@ class KeyRing:
         sent = headers.get(own_header, "").strip()
         for secret in (sent, bearer if scheme.lower() == "bearer" else ""):
             if (key := self._find(secret)) is not None:
-                return key
+                return self._refusal(key) or key
         if not await self._wrong.hit(self._wrong_limit, address):
             text = "Too many wrong API keys came from this address: wait before the next try."
             return api_error("rate_limit_exceeded", text, retry_after_s=60)
@@ -74,6 +81,14 @@ class KeyRing:
         else:
             text = "The API key is not valid: check it, or ask the server's operator for one."
         return api_error("invalid_api_key", text)
+
+    def _refusal(self, key: ApiKey) -> ApiError | None:
+        """Return why a known key is not accepted now; it is no guess, so it is not counted."""
+        state = key.state(self._now())
+        if state == "active":
+            return None
+        text = f"The API key is {state}: ask the server's operator for a new one."
+        return api_error(f"api_key_{state}", text)
 
     def _find(self, secret: str) -> ApiKey | None:
         if not 0 < len(secret) <= KEY_CHARS_MAX:

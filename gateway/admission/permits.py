@@ -4,12 +4,13 @@ Lower tiers may use only a share of the permits, so a flood of batch work does n
 requests. A tenant with many permits gets none of the last free ones, so other tenants' requests
 still reach the coordinator, which shares each tier fairly. A tenant whose tier was just found full
 is refused for a moment without asking the coordinator, before its body and prompt cost any work.
-Called by the edge. Pure.
+A key may hold at most as many as its `max_parallel`. Called by the edge. Pure.
 """
 
 from collections import Counter
 from typing import Final
 
+from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.terms import Tier
 from gateway.errors import ApiError, api_error
 
@@ -38,14 +39,22 @@ class Admission:
         self._requests_max = requests_max
         self._held: Counter[str] = Counter()
         """Permits held by each tenant that has any."""
+        self._of_key: Counter[str] = Counter()
+        """The same by the id of each key."""
         self._all_held = 0
 
     def __len__(self) -> int:
         """Return the number of held permits."""
         return self._all_held
 
-    def take(self, tier: Tier, tenant: str) -> ApiError | None:
+    def take(self, tier: Tier, tenant: str, key: ApiKey | None = None) -> ApiError | None:
         """Take a permit, to be returned with `give_back`; or return why there is none."""
+        if key is not None and key.max_parallel and self._of_key[key.id] >= key.max_parallel:
+            text = (
+                f"This API key has its {key.max_parallel} requests at once: wait until one ends, "
+                "or ask for a higher limit."
+            )
+            return api_error("parallel_limit_exceeded", text)
         free = max(int(self._requests_max * SHARE_OF_TIER[tier]), 1) - len(self)
         if free <= 0:
             is_full = len(self) >= self._requests_max
@@ -56,15 +65,22 @@ class Admission:
             return api_error("tier_capacity", text)
         self._held[tenant] += 1
         self._all_held += 1
+        if key is not None:
+            # Also without a limit: one may be added to the file while this request runs.
+            self._of_key[key.id] += 1
         return None
 
-    def give_back(self, tenant: str) -> None:
-        """Return a permit."""
+    def give_back(self, tenant: str, key: ApiKey | None = None) -> None:
+        """Return a permit, with the arguments with which it was taken."""
         assert self._held[tenant] > 0, "no permit of this tenant is held."
         self._held[tenant] -= 1
         self._all_held -= 1
         if not self._held[tenant]:
             del self._held[tenant]
+        if key is not None:
+            self._of_key[key.id] -= 1
+            if not self._of_key[key.id]:
+                del self._of_key[key.id]
 
 
 class Refusals:

@@ -257,7 +257,7 @@ class Edge:
         tenant = scope[TENANT_KEY]
         if TIER_HEADER in head.headers and (full := self._refusals.find(tier, tenant, clock())):
             return full
-        if (error := self._admission.take(tier, tenant)) is not None:
+        if (error := self._admission.take(tier, tenant, key)) is not None:
             return error
         try:
             body = await read_body(receive, head.headers, self._limits.body_bytes_max)
@@ -287,7 +287,7 @@ class Edge:
             self._refusals.note(resolved, tenant, answer.request.failure, clock())
             return error
         finally:
-            self._admission.give_back(tenant)
+            self._admission.give_back(tenant, key)
 
     async def _run_once(
         self,

@@ -116,10 +116,17 @@ class KeyEntry(_Values):
 
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
     tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")] = ""
+    prefix: Annotated[str, Field(max_length=32)] = ""
+    created: str = ""
+    expires: str = ""
+    revoked: str = ""
     max_tier: TierName = "interactive"
     default_tier: TierName = "standard"
     requests_per_minute: Annotated[int, Field(ge=0)] = 0
     tokens_per_minute: Annotated[int, Field(ge=0)] = 0
+    tokens_per_day: Annotated[int, Field(ge=0)] = 0
+    max_parallel: Annotated[int, Field(ge=0)] = 0
 
 
 class ApiKeys(_Values):

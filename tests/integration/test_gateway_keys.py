@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,23 @@ def key(
     name: str,
     *,
     max_tier: TierName = "interactive",
-    default_tier: TierName = "standard",
     requests: int = 0,
     tokens: int = 0,
+    day: int = 0,
+    parallel: int = 0,
+    expires: datetime | None = None,
+    revoked: datetime | None = None,
 ) -> ApiKey:
     return ApiKey(
         hash=hash_of("sk-" + name),
         tenant=name,
         max_tier=max_tier,
-        default_tier=default_tier,
         requests_per_minute=requests,
         tokens_per_minute=tokens,
+        tokens_per_day=day,
+        max_parallel=parallel,
+        expires=expires,
+        revoked=revoked,
     )
 
 
@@ -67,6 +74,9 @@ KEYS = (
     key("few", requests=3),
     key("rare", requests=3),
     key("short", tokens=150),
+    key("daily", day=150),
+    key("narrow", parallel=2),
+    key("gone", revoked=datetime(2026, 1, 1, tzinfo=UTC)),
 )
 
 
@@ -186,6 +196,75 @@ def test_tokens_per_minute_count_what_was_generated(
             used += 20
     assert "tokens per minute" in caught.value.message
     assert 40 <= used <= 120
+
+
+def test_tokens_per_day_count_until_midnight(cell: FakeCell, client: Clients) -> None:
+    create = client("daily").chat.completions.with_raw_response.create
+    used = 0
+    with pytest.raises(openai.RateLimitError) as caught:
+        for _ in range(10):
+            headers = create(**CHAT).headers
+            assert headers["x-ratelimit-limit-tokens-day"] == "150"
+            used += 20
+    assert 40 <= used <= 120
+    assert caught.value.code == "token_budget_exceeded"
+    headers = caught.value.response.headers
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert headers["x-should-retry"] == "false"
+    assert int(headers["x-ratelimit-remaining-tokens-day"]) < 60
+
+
+async def test_a_key_has_as_many_requests_at_once_as_its_limit(
+    gateway: GatewayProcess, cell: FakeCell
+) -> None:
+    held: list[Ran] = []
+
+    async def hold(ran: Ran) -> None:
+        held.append(ran)
+
+    cell.behave = hold
+    made = openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="sk-narrow", max_retries=0, timeout=20
+    )
+    async with made:
+        running = [asyncio.create_task(made.chat.completions.create(**CHAT)) for _ in range(2)]
+        await cell.until(lambda: len(held) == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await made.chat.completions.create(**CHAT)
+        assert caught.value.code == "parallel_limit_exceeded"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        held[0].tokens(0, [300], "length")
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        running.append(asyncio.create_task(made.chat.completions.create(**CHAT)))
+        await cell.until(lambda: len(held) == 3)
+        for ran in held[1:]:
+            ran.tokens(0, [300], "length")
+        await asyncio.gather(*running)
+
+
+def test_a_key_expires_without_a_change_of_the_file(
+    gateway: GatewayProcess, cell: FakeCell, keys_file: Path, client: Clients
+) -> None:
+    end = datetime.now(UTC) + timedelta(seconds=RELOAD_MAX_S)
+    write_keys(keys_file, *KEYS, key("brief", expires=end))
+    brief = client("brief").chat.completions
+    while (
+        httpx.get(
+            f"{gateway.url}/v1/models", headers={"authorization": "Bearer sk-brief"}
+        ).status_code
+        != 200
+    ):
+        assert datetime.now(UTC) < end
+        time.sleep(0.05)
+    while datetime.now(UTC) < end:
+        time.sleep(0.05)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        brief.create(**CHAT)
+    assert caught.value.code == "api_key_expired"
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client("gone").chat.completions.create(**CHAT)
+    assert caught.value.code == "api_key_revoked"
+    assert cell.of(Submit) == []
 
 
 async def test_keys_are_read_again_without_a_restart(

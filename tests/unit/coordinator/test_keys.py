@@ -1,5 +1,6 @@
 """API keys: what is at rest, what a file may hold, and the command that writes it."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_file_holds_hashes_and_keys_are_found_by_them(tmp_path: Path) -> None:
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, max_tier: system}}]", "max_tier"),
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, colour: red}}]", "colour"),
         ("keys: [", "not valid YAML"),
+        (f"keys: [{{hash: '{hash_of('x')}', tenant: a, expires: 2027-13-45}}]", "not valid YAML"),
+        (f"keys: [{{hash: '{hash_of('x')}', tenant: a, expires: soon}}]", "keys.0.expires must"),
+        (f"keys: [{{hash: '{hash_of('x')}', tenant: a, max_parallel: -1}}]", "keys.0.max_parallel"),
+        (f"keys: [{{hash: '{hash_of('x')}', tenant: a, prefix: {'x' * 33}}}]", "keys.0.prefix"),
+        (
+            f"keys: [{{hash: '{hash_of('x')}', tenant: a, max_tier: batch, "
+            "default_tier: interactive}]",
+            "keys.0.default_tier: interactive is more urgent than max_tier batch",
+        ),
         (f"keys: [{', '.join([f'{{hash: {hash_of(chr(120))!r}, tenant: a}}'] * 2)}]", "twice"),
     ],
 )
@@ -66,6 +76,32 @@ def test_command_refuses_what_it_cannot_do(
     assert main(["key", "--tenant", "a b"]) == 2
     assert broken.read_text() == "keys: 7"
     assert "sk-" not in capsys.readouterr().out
+
+
+def test_a_file_of_the_first_version_is_read(tmp_path: Path) -> None:
+    text = f"keys:\n  - hash: {hash_of('x')}\n    tenant: a\n    max_tier: batch\n"
+    [key] = load_keys(write(tmp_path / "keys.yaml", text)).values()
+    assert (key.name, key.prefix, key.created, key.expires, key.revoked) == ("", "", *[None] * 3)
+    assert (key.max_parallel, key.tokens_per_day) == (0, 0)
+    assert key.state(datetime.now(UTC)) == "active"
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2027-01-31", datetime(2027, 1, 31, tzinfo=UTC)),
+        ("'2027-01-31'", datetime(2027, 1, 31, tzinfo=UTC)),
+        ("2027-01-31T12:00:00Z", datetime(2027, 1, 31, 12, tzinfo=UTC)),
+        ("'2027-01-31T12:00:00+02:00'", datetime(2027, 1, 31, 10, tzinfo=UTC)),
+        ("2027-01-31 12:00:00", datetime(2027, 1, 31, 12, tzinfo=UTC)),
+    ],
+)
+def test_a_key_expires_at_its_time(tmp_path: Path, text: str, moment: datetime) -> None:
+    text = f"keys: [{{hash: '{hash_of('x')}', tenant: a, expires: {text}}}]"
+    [key] = load_keys(write(tmp_path / "keys.yaml", text)).values()
+    assert key.expires == moment
+    assert key.state(moment - timedelta(seconds=1)) == "active"
+    assert key.state(moment) == "expired"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.protocol.keys import ApiKey, hash_of
 from coordinator.protocol.terms import Tier
 from gateway.admission import permits as admission
 from gateway.admission.permits import (
@@ -42,6 +43,37 @@ def test_lower_tiers_leave_permits_to_higher_ones() -> None:
     assert permits.take(Tier.BATCH, "b") is None
     assert flood(permits, Tier.INTERACTIVE, *"abc").code == "queue_full"
     assert len(permits) == 20
+
+
+def test_a_key_holds_as_many_permits_as_its_limit() -> None:
+    permits = Admission(20)
+    mine, other = (
+        ApiKey(hash=hash_of(name), tenant="t", max_parallel=2) for name in ("mine", "other")
+    )
+    for _ in range(2):
+        assert permits.take(Tier.STANDARD, "t", mine) is None
+    refused = permits.take(Tier.STANDARD, "t", mine)
+    assert refused is not None
+    assert (refused.status, refused.code) == (429, "parallel_limit_exceeded")
+    assert (b"retry-after", b"1") in refused.headers()
+    assert permits.take(Tier.STANDARD, "t", other) is None, "of the same tenant"
+    permits.give_back("t", mine)
+    assert permits.take(Tier.STANDARD, "t", mine) is None
+    for key in (mine, mine, other):
+        permits.give_back("t", key)
+    assert (len(permits), len(permits._of_key)) == (0, 0)
+
+
+def test_a_limit_that_is_added_counts_what_runs() -> None:
+    permits = Admission(20)
+    free = ApiKey(hash=hash_of("mine"), tenant="t")
+    bound = free.model_copy(update={"max_parallel": 2})
+    for _ in range(3):
+        assert permits.take(Tier.STANDARD, "t", free) is None
+    assert permits.take(Tier.STANDARD, "t", bound) is not None
+    for _ in range(2):
+        permits.give_back("t", free)
+    assert permits.take(Tier.STANDARD, "t", bound) is None
 
 
 @pytest.mark.parametrize("tier", Tier)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,27 @@ async def test_a_key_may_come_in_a_header_of_its_own(path: Path) -> None:
     assert "x-api-key: KEY" in none.message
     for long in ({"x-api-key": "x" * 10_000}, {"x-api-key": "\xff"}, {"x-api-key": ""}):
         assert isinstance(await ring.identify(long, "10.0.0.3", "x-api-key"), ApiError)
+
+
+async def test_a_key_expires_in_mid_life(path: Path) -> None:
+    noon = datetime(2027, 1, 31, 12, tzinfo=UTC)
+    keys = (
+        ApiKey(hash=hash_of("one"), tenant="one", expires=noon),
+        ApiKey(hash=hash_of("two"), tenant="two", expires=noon, revoked=noon - timedelta(days=9)),
+    )
+    path.write_text("keys:\n" + "".join(map(dump_key, keys)))
+    now = noon - timedelta(seconds=1)
+    ring = KeyRing(str(path), lambda: now)
+    assert await who(ring, "Bearer one") == "one"
+    assert await who(ring, "Bearer two") == "401 api_key_revoked"
+    now = noon
+    for _ in range(2 * WRONG_KEYS_PER_MINUTE):
+        assert await who(ring, "Bearer one") == "401 api_key_expired"
+    assert await who(ring, "Bearer three") == "401 invalid_api_key", "no guess was counted"
+    found = await ring.identify({"authorization": "Bearer one"}, HERE)
+    assert isinstance(found, ApiError)
+    assert found.message == "The API key is expired: ask the server's operator for a new one."
+    assert (b"www-authenticate", b"Bearer") in found.headers()
 
 
 async def test_an_address_that_guesses_is_slowed_down_and_right_keys_are_not(path: Path) -> None:

@@ -17,10 +17,17 @@ from gateway.admission.shared_storage import SharedStorage, WaitBudget
 from gateway.errors import ApiError
 from tests.harness.redis.redis_server import IS_REAL, Redis
 
+NOON_S = 20_000 * 86_400 + 43_200
+"""A noon in UTC, in seconds since 1970."""
 
-def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
+
+def key(name: str = "a", requests: int = 0, tokens: int = 0, day: int = 0) -> ApiKey:
     return ApiKey(
-        hash=hash_of(name), tenant="t", requests_per_minute=requests, tokens_per_minute=tokens
+        hash=hash_of(name),
+        tenant="t",
+        requests_per_minute=requests,
+        tokens_per_minute=tokens,
+        tokens_per_day=day,
     )
 
 
@@ -86,6 +93,51 @@ async def test_a_request_that_never_fits_is_not_to_be_retried(limits: RateLimits
     assert isinstance(await limits.admit(key(tokens=100), 100, WaitBudget()), list)
 
 
+async def test_a_day_has_a_budget_and_ends_at_midnight(limits: RateLimits) -> None:
+    now_s = NOON_S
+    limits._wall_clock = lambda: now_s
+    mine = key(day=1_000)
+    headers = dict(await limits.admit(mine, 100, WaitBudget()))  # type: ignore[arg-type]
+    assert headers[b"x-ratelimit-limit-tokens-day"] == b"1000"
+    assert headers[b"x-ratelimit-remaining-tokens-day"] == b"900"
+    assert headers[b"x-ratelimit-reset-tokens-day"] == b"720m0s"
+    await limits.charge(mine, 850, WaitBudget())
+    refused = await limits.admit(mine, 51, WaitBudget())
+    assert isinstance(refused, ApiError)
+    assert (refused.status, refused.code) == (429, "token_budget_exceeded")
+    assert "1000 tokens per day" in refused.message
+    headers = dict(refused.headers())
+    assert headers[b"x-ratelimit-remaining-tokens-day"] == b"50"
+    assert headers[b"retry-after"] == b"60"
+    assert headers[b"x-should-retry"] == b"false"
+    assert isinstance(await limits.admit(mine, 50, WaitBudget()), list)
+    await limits.charge(mine, 10**6, WaitBudget())
+    assert isinstance(await limits.admit(mine, 1, WaitBudget()), ApiError)
+    now_s += 43_199
+    refused = await limits.admit(mine, 1, WaitBudget())
+    assert isinstance(refused, ApiError)
+    assert dict(refused.headers())[b"retry-after"] == b"2"
+    now_s += 1
+    assert isinstance(await limits.admit(mine, 900, WaitBudget()), list)
+
+
+async def test_of_two_full_limits_the_day_s_is_named(limits: RateLimits) -> None:
+    mine = key(requests=1, tokens=100, day=200)
+    assert isinstance(await limits.admit(mine, 10, WaitBudget()), list)
+    await limits.charge(mine, 500, WaitBudget())
+    refused = await limits.admit(mine, 10, WaitBudget())
+    assert isinstance(refused, ApiError)
+    assert refused.code == "token_budget_exceeded"
+    names = {name.decode() for name, _ in refused.extra_headers}
+    assert {
+        f"x-ratelimit-remaining-{each}" for each in ("requests", "tokens", "tokens-day")
+    } < names
+    never = await limits.admit(key("b", day=10), 11, WaitBudget())
+    assert isinstance(never, ApiError)
+    assert never.code == "request_too_large"
+    assert "11 tokens, more than the 10 tokens per day" in never.message
+
+
 async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
     limits: RateLimits,
 ) -> None:
@@ -101,6 +153,11 @@ async def test_gateways_count_together(fresh_redis: Redis, monkeypatch: pytest.M
     monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
     one, two = (RateLimits(SharedStorage(fresh_redis.url)) for _ in range(2))
     mine = key(requests=2, tokens=100)
+    daily = key("daily", day=100)
+    assert isinstance(await one.admit(daily, 60, WaitBudget()), list)
+    assert isinstance(await two.admit(daily, 60, WaitBudget()), ApiError)
+    await two.charge(daily, 35, WaitBudget())
+    assert isinstance(await one.admit(daily, 6, WaitBudget()), ApiError)
     for gateway in (one, two):
         assert isinstance(await gateway.admit(mine, 10, WaitBudget()), list)
     assert isinstance(await one.admit(mine, 10, WaitBudget()), ApiError)
