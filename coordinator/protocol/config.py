@@ -8,7 +8,6 @@ their unit. `helm/values.schema.json` is generated from these models and their d
 import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +17,7 @@ from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.mistakes import sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
+from coordinator.protocol.tracing_config import TracingConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the shared secret of a cell's processes."""
@@ -237,33 +237,6 @@ class AdminConfig(_Frozen):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8001, ge=0, le=65535)
-
-
-class TracingConfig(_Frozen):
-    """OpenTelemetry traces of requests and switches; none without an endpoint."""
-
-    endpoint: str = ""
-    """Collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty traces nothing."""
-    sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of requests to trace; a request's own `traceparent` decides for that request."""
-    queue_spans_max: int = Field(default=4_096, ge=16)
-    """Most spans of a process that wait for the collector; more are dropped."""
-
-    @model_validator(mode="after")
-    def _check_endpoint(self) -> Self:
-        parts = urlsplit(self.endpoint)
-        if self.endpoint and not (parts.scheme in ("http", "https") and parts.hostname):
-            raise ValueError(
-                "endpoint must be the http:// or https:// URL of a collector, such as "
-                "http://127.0.0.1:4318; leave it empty to trace nothing."
-            )
-        return self
-
-    @property
-    def traces_url(self) -> str:
-        """Where spans are sent: OTLP's own path, unless the endpoint has one."""
-        has_path = urlsplit(self.endpoint).path not in ("", "/")
-        return self.endpoint if has_path else self.endpoint.rstrip("/") + "/v1/traces"
 
 
 class Config(_Frozen):

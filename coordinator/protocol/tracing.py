@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.trace_context import ERROR_TYPE, TraceContext, read_traceparent
+from coordinator.protocol.tracing_config import TracingConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

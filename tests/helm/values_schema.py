@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from coordinator.protocol import config, policy_config
+from coordinator.protocol import config, policy_config, tracing_config
 from tests.helm.chart_values import ChartValues
 
 SCHEMA = Path(__file__).resolve().parents[2] / "helm" / "values.schema.json"
@@ -37,7 +37,11 @@ def values_schema() -> Schema:
     product = config.Config.model_json_schema()
     definitions: Schema = {**values.pop("$defs"), **product.pop("$defs"), "Config": product}
     assert len(definitions) == len(values_definitions()) + len(product_definitions()) + 1
-    texts = {**attribute_texts(config), **attribute_texts(policy_config)}
+    texts = {
+        name: fields
+        for module in (config, policy_config, tracing_config)
+        for name, fields in attribute_texts(module).items()
+    }
     for name, definition in definitions.items():
         properties = definition.get("properties", {})
         for field in CHART_DECIDES.get(name, ()):

@@ -268,7 +268,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
     script = (
         "import importlib, sys\n"
         f"for name in {OWN_MODULES!r}: importlib.import_module(name)\n"
-        "from coordinator.protocol.config import TracingConfig\n"
+        "from coordinator.protocol.tracing_config import TracingConfig\n"
         "from coordinator.protocol.tracing import start_tracing\n"
         "assert start_tracing(TracingConfig(), 'coordinator') is None\n"
         "found = [name for name in sys.modules if name.startswith('opentelemetry')]\n"

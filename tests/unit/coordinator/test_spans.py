@@ -8,12 +8,12 @@ import pytest
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.model.events import GatewaySent, SwitchRecorded, Tick, ToGateway, ToRank
 from coordinator.model.records import Outcome, SwitchRecord
-from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
 from coordinator.protocol.messages.rank import Place
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Carry, TaskId
 from coordinator.protocol.tracing import Tracing, start_tracing
+from coordinator.protocol.tracing_config import TracingConfig
 from coordinator.server.spans import CellSpans
 from coordinator.telemetry.core_metrics import SETTLE_MS
 from tests.harness.cells.collector import Collector, collector

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import start_tracing
+from coordinator.protocol.tracing_config import TracingConfig
 from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.edge import Edge
 from gateway.http.line_call import LineCall
