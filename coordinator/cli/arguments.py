@@ -255,6 +255,7 @@ def _add_operator_commands(commands: "Commands") -> None:
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
     _add_key(commands)
+    _add_config(commands)
     _add_doctor(commands)
 
 
@@ -351,6 +352,30 @@ def _add_key_new(actions: "Commands") -> None:
         add(f"--{name}", type=int, default=0, metavar="N", help=f"most {text}; default: no limit")
 
 
+def _add_config(commands: "Commands") -> None:
+    config = commands.add_parser(
+        "config",
+        help="check a configuration file, or show what it means",
+        description="Check a configuration file, show it with every default, or print its schema. "
+        "Nothing is started.",
+    )
+    actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, text, command in (
+        ("check", "every fault of a file, each with its line", _config_check),
+        ("show", "the whole configuration with defaults, without secrets", _config_show),
+        ("schema", "the JSON schema of the file, for editors", _config_schema),
+    ):
+        one = actions.add_parser(action, help=text, description=f"Print {text}.")
+        one.set_defaults(command=command)
+        is_schema = action == "schema"
+        file_help = "is not read" if is_schema else "the configuration of a cell"
+        one.add_argument(
+            "file", type=Path, metavar="FILE", nargs="?" if is_schema else None, help=file_help
+        )
+        if not is_schema:
+            one.add_argument("--json", action="store_true", help="print JSON")
+
+
 class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version")
@@ -429,6 +454,24 @@ def _key_revoke(options: argparse.Namespace) -> int:
     from coordinator.cli.keys import run_key_revoke
 
     return run_key_revoke(options)
+
+
+def _config_check(options: argparse.Namespace) -> int:
+    from coordinator.cli.config import run_config_check
+
+    return run_config_check(options)
+
+
+def _config_show(options: argparse.Namespace) -> int:
+    from coordinator.cli.config import run_config_show
+
+    return run_config_show(options)
+
+
+def _config_schema(options: argparse.Namespace) -> int:
+    from coordinator.cli.config import run_config_schema
+
+    return run_config_schema(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

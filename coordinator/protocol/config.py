@@ -1,8 +1,9 @@
 """Configuration of a cell: one YAML file that every process reads, parsed and checked once.
 
 Unknown keys are refused and relations between values are checked here, so no process starts with a
-configuration that another one would refuse. Secrets come from the environment only. Names end in
-their unit. `helm/values.schema.json` is generated from these models and their docstrings.
+configuration that another one would refuse. Tokens and admin keys come from the environment only;
+other secrets may be references (`coordinator.protocol.secret_text`). Names end in their unit.
+`helm/values.schema.json` is generated from these models and their docstrings.
 """
 
 import os
@@ -15,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
-from coordinator.protocol.mistakes import sentences_of
+from coordinator.protocol.mistakes import run_checks, sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
+from coordinator.protocol.secret_text import SecretSetting, read_secret_file
+from coordinator.protocol.settings_file import read_settings
 from coordinator.protocol.tracing_config import TracingConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
@@ -27,6 +30,10 @@ TOKEN_CHARS_MIN = 16
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 """Schemes of a Redis URL that redis-py accepts; unix:// is a socket of this host."""
+
+
+ENTANGLED = frozenset({"cell"})
+"""Sections whose settings decide together what is valid, such as a layout for a number of ranks."""
 
 
 class ConfigError(ValueError):
@@ -166,9 +173,11 @@ class GatewayConfig(_Frozen):
     """YAML file with the hashes of API keys (`aileron key`); empty lets everyone in."""
     insecure_no_auth: bool = False
     """Serve without keys on an address that other machines reach."""
-    rate_limit_storage: str = "memory://"
-    """Store of the counts of requests and tokens per minute, and of answers to requests with an
-    `Idempotency-Key`; a redis:// URL for several gateways."""
+    rate_limit_storage: SecretSetting = "memory://"
+    """Store of the counts of requests and tokens per minute and day, and of answers to requests
+    with an `Idempotency-Key`; a redis:// URL for several gateways."""
+    rate_limit_storage_file: str = ""
+    """File that holds the value of `rate_limit_storage`, instead of it."""
     objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
     """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
     media_domains: tuple[str, ...] = ()
@@ -183,18 +192,35 @@ class GatewayConfig(_Frozen):
     connections_per_address_max: int = Field(default=0, ge=0)
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        read_secret_file(self, "gateway", "rate_limit_storage")
+        storage = self.rate_limit_storage
+        if storage != "memory://" and not storage.startswith(REDIS_SCHEMES):
+            raise ValueError("gateway.rate_limit_storage must be memory:// or a redis:// URL.")
+        return self
+
 
 class BatchesConfig(_Frozen):
     """Files and batches of the OpenAI API."""
 
     data_dir: str = ""
     """Folder for files and, by default, the store; the same for all gateways. Empty: no batches."""
-    storage: str = "sqlite://"
+    storage: SecretSetting = "sqlite://"
     """Store of records and results: sqlite:// in the folder, or a redis:// URL."""
+    storage_file: str = ""
+    """File that holds the value of `storage`, instead of it."""
     lines_at_once: int = Field(default=64, ge=1, le=4_096)
     """Most lines of all batches that one gateway runs at once."""
     lease_ms: int = Field(default=15_000, ge=100)
     """Another gateway takes over a batch whose gateway has been silent for this long."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        read_secret_file(self, "batches", "storage")
+        if self.storage != "sqlite://" and not self.storage.startswith(REDIS_SCHEMES):
+            raise ValueError("batches.storage must be sqlite:// or a redis:// URL.")
+        return self
 
 
 class FleetConfig(_Frozen):
@@ -202,8 +228,10 @@ class FleetConfig(_Frozen):
 
     cells: tuple[str, ...] = ()
     """host:port of every cell's coordinator, for gateways; empty if cells are found in `redis`."""
-    redis: str = ""
+    redis: SecretSetting = ""
     """redis:// URL where cells announce themselves and gateways find them."""
+    redis_file: str = ""
+    """File that holds the value of `redis`, instead of it."""
     cell_name: str = ""
     """This cell's name in `redis`, for its coordinator; empty means the host's name."""
     advertise: str = ""
@@ -216,15 +244,23 @@ class FleetConfig(_Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        read_secret_file(self, "fleet", "redis")
+        run_checks(self._check_one_source, self._check_redis, self._check_cells)
+        return self
+
+    def _check_one_source(self) -> None:
         if self.cells and self.redis:
             raise ValueError("fleet.cells and fleet.redis exclude each other: set one of them.")
+
+    def _check_redis(self) -> None:
         if self.redis and not self.redis.startswith(REDIS_SCHEMES):
             raise ValueError("fleet.redis must be a redis:// URL, or empty.")
+
+    def _check_cells(self) -> None:
         if any(not each.rpartition(":")[0] for each in self.cells):
             raise ValueError("fleet.cells must be host:port addresses of coordinators.")
         if len(set(self.cells)) < len(self.cells):
             raise ValueError("fleet.cells names a cell twice: remove one.")
-        return self
 
     @property
     def is_on(self) -> bool:
@@ -257,34 +293,49 @@ class Config(_Frozen):
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
+        run_checks(
+            self._check_leases,
+            self._check_parts,
+            self._check_host_kv,
+            self.mixed_groups,
+            self._check_widths,
+            self._check_address,
+            self._check_counters,
+            self._check_token_address,
+        )
+        return self
+
+    def _check_leases(self) -> None:
         if self.coordinator.lost_after_ms < self.coordinator.lease_ms:
             raise ValueError(
                 "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must stop "
                 "by itself before it is cut out."
             )
-        self._check_parts()
+
+    def _check_host_kv(self) -> None:
         if self.cell.host_kv_gib and self.cell.device != "cpu":
             raise ValueError(
                 f"cell.host_kv_gib is {self.cell.host_kv_gib:g}, but only CPU ranks keep KV pages "
                 "in host memory: leave it out (--host-kv)."
             )
-        self.mixed_groups()
+
+    def _check_widths(self) -> None:
+        widest = max(self.cell.widths, default=1)
         for tier in ("interactive", "standard", "batch"):
-            width = getattr(self.policy, tier).width_min
-            if width > max(self.cell.widths, default=1):
+            if (width := getattr(self.policy, tier).width_min) > widest:
                 raise ValueError(
                     f"policy.{tier}.width_min is {width}, but the widest group of cell.widths is "
-                    f"{max(self.cell.widths, default=1)}: lower it, or add the width."
+                    f"{widest}: lower it, or add the width."
                 )
-        gateway = self.gateway
-        if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
+
+    def _check_address(self) -> None:
+        is_guarded = self.gateway.keys_file or self.gateway.insecure_no_auth
+        if not (is_guarded or is_loopback(self.gateway.host)):
             raise ValueError(
-                f"gateway.host {gateway.host} can be reached from other machines: set "
+                f"gateway.host {self.gateway.host} can be reached from other machines: set "
                 "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or set "
                 "gateway.insecure_no_auth: true (--insecure-no-auth)."
             )
-        self._check_processes(gateway)
-        return self
 
     def _check_parts(self) -> None:
         parts, layout = self.cell.weight_parts, self.initial_layout()
@@ -347,17 +398,17 @@ class Config(_Frozen):
                 "use a shift group, which chooses for each step."
             )
 
-    @staticmethod
-    def _check_processes(gateway: GatewayConfig) -> None:
-        """Refuse several processes that lack a shared store or would share one address."""
-        if gateway.processes == 1:
-            return
-        if gateway.keys_file and gateway.rate_limit_storage.startswith("memory"):
+    def _check_counters(self) -> None:
+        gateway = self.gateway
+        is_shared = gateway.rate_limit_storage != "memory://"
+        if gateway.processes > 1 and gateway.keys_file and not is_shared:
             raise ValueError(
                 "gateway.processes above 1 with gateway.keys_file: each process would count "
                 "requests per minute for itself; set gateway.rate_limit_storage to a redis:// URL."
             )
-        if not gateway.token_listen.endswith(":0"):
+
+    def _check_token_address(self) -> None:
+        if self.gateway.processes > 1 and not self.gateway.token_listen.endswith(":0"):
             raise ValueError(
                 "gateway.token_listen must end in :0 (any free port) where gateway.processes is "
                 "above 1: every process listens on its own."
@@ -424,23 +475,14 @@ class Config(_Frozen):
 
 
 def load_config(path: Path) -> Config:
-    """Read and check a YAML file; raises `ConfigError`, which names the file once."""
+    """Read and check a YAML file; raises `ConfigError` with every fault of it and its line."""
     try:
-        data = yaml.safe_load(path.read_bytes())
+        reading = read_settings(path, Config, ENTANGLED)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML{_place_of(error)}.") from error
-    try:
-        return check_config(data or {})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _place_of(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None)
-    return f": line {mark.line + 1}: {problem}" if mark is not None and problem else ""
+    if reading.value is None:
+        raise ConfigError(f"{path}: {' '.join(map(str, reading.faults))}")
+    return reading.value
 
 
 def check_config(data: object) -> Config:

@@ -5,14 +5,17 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from coordinator.protocol.secret_text import SecretSetting
+
 
 class TracingConfig(BaseModel):
     """OpenTelemetry traces of requests and switches; none without an endpoint."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    endpoint: str = ""
-    """Collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty traces nothing."""
+    endpoint: SecretSetting = ""
+    """Collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty traces nothing.
+    `${NAME}` stands for an environment variable."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of requests to trace; a request's own `traceparent` decides for that request."""
     queue_spans_max: int = Field(default=4_096, ge=16)

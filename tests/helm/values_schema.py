@@ -4,14 +4,12 @@
 and without what the chart decides itself: addresses, ports and folders.
 """
 
-import ast
-import inspect
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from coordinator.protocol import config, policy_config, tracing_config
+from coordinator.protocol import config
+from coordinator.protocol.config_schema import model_texts, without_titles
 from tests.helm.chart_values import ChartValues
 
 SCHEMA = Path(__file__).resolve().parents[2] / "helm" / "values.schema.json"
@@ -37,11 +35,7 @@ def values_schema() -> Schema:
     product = config.Config.model_json_schema()
     definitions: Schema = {**values.pop("$defs"), **product.pop("$defs"), "Config": product}
     assert len(definitions) == len(values_definitions()) + len(product_definitions()) + 1
-    texts = {
-        name: fields
-        for module in (config, policy_config, tracing_config)
-        for name, fields in attribute_texts(module).items()
-    }
+    texts = model_texts()
     for name, definition in definitions.items():
         properties = definition.get("properties", {})
         for field in CHART_DECIDES.get(name, ()):
@@ -54,8 +48,8 @@ def values_schema() -> Schema:
     values["properties"]["global"] = {"type": "object", "description": "Helm's; not used."}
     values["required"].append("config")
     values.pop("description")
-    plain: Schema = {"$schema": DIALECT, "title": "aileron", **_without_titles(values)}
-    plain["$defs"] = _without_titles(dict(sorted(definitions.items())))
+    plain: Schema = {"$schema": DIALECT, "title": "aileron", **without_titles(values)}
+    plain["$defs"] = without_titles(dict(sorted(definitions.items())))
     return plain
 
 
@@ -69,35 +63,6 @@ def product_definitions() -> Schema:
     """The models that the product's configuration is made of."""
     definitions: Schema = config.Config.model_json_schema()["$defs"]
     return definitions
-
-
-def attribute_texts(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it; pydantic would have to read the source at each start."""
-    texts: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            match field, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(said))),
-                ):
-                    texts.setdefault(node.name, {})[name] = inspect.cleandoc(said)
-    return texts
-
-
-def _without_titles(value: Any) -> Any:
-    """Drop the titles that pydantic makes of names; a field named `title` would be an object."""
-    if isinstance(value, list):
-        return [_without_titles(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: _without_titles(each)
-        for key, each in value.items()
-        if not (key == "title" and isinstance(each, str))
-    }
 
 
 def schema_text() -> str:

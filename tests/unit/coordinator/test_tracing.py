@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.protocol.config import ConfigError, TracingConfig, check_config
+from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import FLUSH_LIMIT_S, SEND_LIMIT_S, start_tracing
+from coordinator.protocol.tracing_config import TracingConfig
 from tests.harness.cells.collector import collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
