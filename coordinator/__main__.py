@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from coordinator.admin.key import AdminKeyError
-from coordinator.process import admin_key, serve
+from coordinator.process import admin_keys, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.sized_goals import with_sized_goals
@@ -24,13 +24,13 @@ def main() -> int:
     try:
         config = with_sized_goals(load_config(options.config))
         token = shared_token()
-        key = admin_key(config.admin.host)
+        keys = admin_keys(config.admin.host)
     except (ConfigError, AdminKeyError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS
     set_up_logging()
     try:
-        asyncio.run(serve(config, token, key))
+        asyncio.run(serve(config, token, keys))
     except ConfigError as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from coordinator.admin.key import ADMIN_KEY_ENV, require_key
+from coordinator.admin.key import AdminKeys
 from coordinator.core.core import Core
 from coordinator.model.events import CellDrains
 from coordinator.model.settings import core_settings
@@ -43,14 +43,14 @@ ID_BYTES = 6
 log = structlog.get_logger()
 
 
-def admin_key(host: str) -> str:
-    """Return the environment's admin key, checked against the address; may be empty."""
-    key = os.environ.get(ADMIN_KEY_ENV, "")
-    require_key(host, key)
-    return key
+def admin_keys(host: str) -> AdminKeys:
+    """Return the environment's admin keys, checked against the address; raises `AdminKeyError`."""
+    keys = AdminKeys(os.environ)
+    keys.require(host)
+    return keys
 
 
-async def serve(config: Config, token: str, key: str) -> None:
+async def serve(config: Config, token: str, keys: AdminKeys) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
     coordinator_id = secrets.token_hex(ID_BYTES)
     step_times = read_step_times(config.policy.step_times)
@@ -74,7 +74,7 @@ async def serve(config: Config, token: str, key: str) -> None:
         # Its modules take as long to import as all others together, and sessions do not need them.
         from coordinator.admin.port import AdminPort
 
-        return AdminPort(core, owner, server, observers, config, coordinator_id, key)
+        return AdminPort(core, owner, server, observers, config, coordinator_id, keys)
 
     with _listener(config.admin.host, config.admin.port) as listener:
         grpc_port = await server.start(config.coordinator.listen)

@@ -1,22 +1,24 @@
 """Access control of the admin port: checked before a request reaches the API.
 
 A port without a key, which only loopback allows, refuses requests that a foreign web page could
-send. Any other port requires the environment's key. Bodies are small and need a Content-Length.
+send. Any other port requires a key whose role may do what is asked. Bodies are small and need a
+Content-Length.
 """
 
-import hmac
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.admin.key import ADMIN_KEY_ENV
+from coordinator.admin.key import ADMIN_KEY_ENV, AdminKeys, Role
 from coordinator.protocol.addresses import is_loopback
 
 BODY_BYTES_MAX = 64 * 1024
 OPEN_PATHS = frozenset({"/health", "/"})
 """Served without a key: for liveness probes, and the live page, which holds no data."""
+METRICS_PATH = "/metrics"
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def error_answer(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
@@ -31,29 +33,37 @@ def error_answer(status: int, code: str, message: str, param: str | None = None)
 class AdminGuard:
     """ASGI middleware in front of the admin API."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: AdminKeys) -> None:
         self._app = app
-        self._key = key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with the reason for refusing it."""
         if scope["type"] != "http":
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)
+        is_open = scope["path"] in OPEN_PATHS
+        refusal = None if is_open else self._refusal(headers, _role_for(scope))
         if scope["method"] == "HEAD":
             # The server drops the body of the answer.
             scope = {**scope, "method": "GET"}
         await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
-        if self._key:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not hmac.compare_digest(given, self._key):
+    def _refusal(self, headers: Mapping[bytes, bytes], needed: Role) -> JSONResponse | None:
+        if not self._keys.is_open:
+            role = self._keys.role_of(headers.get(b"authorization", b"").removeprefix(b"Bearer "))
+            if role is None:
                 return error_answer(
                     401,
                     "invalid_api_key",
-                    f"The admin key is wrong or missing: send {ADMIN_KEY_ENV} as a bearer token.",
+                    f"The admin key is wrong or missing: send {needed.variable} as a bearer token.",
+                )
+            if role < needed:
+                return error_answer(
+                    403,
+                    "role_needed",
+                    f"This needs the role {needed.name.lower()}, and the key has the role "
+                    f"{role.name.lower()}: send {needed.variable} as a bearer token.",
                 )
         elif not _is_own(headers):
             return error_answer(
@@ -70,6 +80,13 @@ class AdminGuard:
                 413, "request_too_large", f"Send a body of at most {BODY_BYTES_MAX} bytes."
             )
         return None
+
+
+def _role_for(scope: Scope) -> Role:
+    """Return the lowest role that may do what a request asks."""
+    if scope["method"] not in READS:
+        return Role.OPERATOR
+    return Role.METRICS if scope["path"] == METRICS_PATH else Role.VIEWER
 
 
 def _is_own(headers: Mapping[bytes, bytes]) -> bool:

@@ -22,6 +22,7 @@ from starlette.routing import Match
 from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
 from comm_pool.plan import communicator_plan
 from coordinator.admin.access import AdminGuard, error_answer
+from coordinator.admin.key import AdminKeys
 from coordinator.admin.page import page
 from coordinator.core.core import OPERATOR, Core
 from coordinator.model.events import ReinstateMode, RenewalWanted, SwitchWanted
@@ -91,8 +92,8 @@ class _AnswerError(Exception):
         self.answer = error_answer(status, code, message, param)
 
 
-def build_admin(context: AdminContext, key: str) -> AdminGuard:
-    """Return the ASGI application of the admin port; `key` may be empty on loopback."""
+def build_admin(context: AdminContext, keys: AdminKeys) -> AdminGuard:
+    """Return the ASGI application of the admin port; there may be no keys on loopback."""
     app = FastAPI(title="aileron admin", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(_AnswerError, _on_answer_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -111,7 +112,7 @@ def build_admin(context: AdminContext, key: str) -> AdminGuard:
     async def renew(body: RenewBody | None = None) -> dict[str, Any]:
         return await _renew(context, body or RenewBody())
 
-    return AdminGuard(app, key)
+    return AdminGuard(app, keys)
 
 
 def _add_reads(app: FastAPI, context: AdminContext) -> None:

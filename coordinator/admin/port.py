@@ -15,6 +15,7 @@ import structlog
 import uvicorn
 
 from coordinator.admin.app import AdminContext, build_admin
+from coordinator.admin.key import AdminKeys
 from coordinator.core.core import Core
 from coordinator.protocol.config import Config
 from coordinator.protocol.terms import Carry
@@ -44,7 +45,7 @@ class AdminPort:
         observers: Observers,
         config: Config,
         coordinator_id: str,
-        key: str,
+        keys: AdminKeys,
     ) -> None:
         self._core = core
         self._metrics = build_metrics(core, server, observers, config)
@@ -62,7 +63,7 @@ class AdminPort:
         )
         self._server = _Server(
             uvicorn.Config(
-                build_admin(context, key),
+                build_admin(context, keys),
                 http="h11",
                 ws="none",
                 lifespan="off",

@@ -6,20 +6,22 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from coordinator.admin.key import ADMIN_KEY_ENV, VIEWER_KEY_ENV
 from coordinator.cli.errors import CliError
 
-ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 ANSWER_LIMIT_S = 10.0
 SWITCH_LIMIT_S = 180.0
 """Longer than the coordinator waits for a switch, so that its reason arrives."""
 
 
 class AdminClient:
-    """Talks to one coordinator; the key comes from the environment."""
+    """Talks to one coordinator; the key comes from the environment: an operator's or a viewer's."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._key = os.environ.get(ADMIN_KEY_ENV, "")
+        # Of several keys, which are valid together while they rotate, the first.
+        words = f"{os.environ.get(ADMIN_KEY_ENV, '')} {os.environ.get(VIEWER_KEY_ENV, '')}".split()
+        self._key = words[0] if words else ""
         # No proxy: the admin port is local or inside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

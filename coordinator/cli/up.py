@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from comm_pool.ports import LOOPBACK
-from coordinator.cli.admin_client import ADMIN_KEY_ENV
+from coordinator.admin.key import KEY_VARIABLES
 from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.errors import USAGE_STATUS, CliError
@@ -174,7 +174,7 @@ def _members(
     members = []
     for name, limit_s in STOP_LIMITS_S.items():
         log_name = LOG_NAMES[name]
-        own_env = env if name == "coordinator" else _without(env, ADMIN_KEY_ENV)
+        own_env = env if name == "coordinator" else _without(env, KEY_VARIABLES)
         log = Path(config.run_dir) / f"{log_name}.log"
         spec = ChildSpec(log_name, command_of(name, config_file), own_env, log)
         child = Child(spec, on_event, on_line if verbose else None)
@@ -210,8 +210,8 @@ def _token() -> str:
         raise CliError(str(error)) from error
 
 
-def _without(env: Mapping[str, str], name: str) -> dict[str, str]:
-    return {key: value for key, value in env.items() if key != name}
+def _without(env: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
 
 
 async def _answers(url: str) -> bool:

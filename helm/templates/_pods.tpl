@@ -48,6 +48,14 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
   valueFrom: {secretKeyRef: {name: {{ include "aileron.authSecret" . }}, key: admin-key}}
 {{- end -}}
 
+{{/* Optional: a Secret of an earlier version has none, and the port then knows the admin key alone. */}}
+{{- define "aileron.readKeysEnv" -}}
+- name: AILERON_METRICS_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "aileron.authSecret" . }}, key: metrics-key, optional: true}}
+- name: AILERON_VIEWER_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "aileron.authSecret" . }}, key: viewer-key, optional: true}}
+{{- end -}}
+
 {{/* For processes that import vLLM: they write only to the cache. */}}
 {{- define "aileron.engineEnv" -}}
 - {name: HOME, value: /cache}
@@ -159,6 +167,7 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
   env:
     {{- include "aileron.env" $root | nindent 4 }}
     {{- include "aileron.adminKeyEnv" $root | nindent 4 }}
+    {{- include "aileron.readKeysEnv" $root | nindent 4 }}
   volumeMounts:
     - {name: config, mountPath: /etc/aileron/coordinator.yaml, subPath: coordinator.yaml, readOnly: true}
     - {name: tmp, mountPath: /tmp}

@@ -32,7 +32,12 @@ START_LIMIT_S = 900
 STOP_LIMIT_S = 90
 TOKEN = "a-secret-of-the-release-for-tests"
 ADMIN_KEY = "an-admin-key-of-the-release-for-tests"
-SECRETS = {"token": TOKEN, "admin-key": ADMIN_KEY}
+SECRETS = {
+    "token": TOKEN,
+    "admin-key": ADMIN_KEY,
+    "viewer-key": "a-viewer-key-of-the-release-for-tests",
+    "metrics-key": "a-metrics-key-of-the-release-for-tests",
+}
 
 SMALL: Object = {
     "cells": 2,

@@ -15,7 +15,7 @@ import redis
 import yaml
 import zmq
 
-from coordinator.admin.key import require_key
+from coordinator.admin.key import AdminKeys, Role
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_NAME
 from coordinator.protocol.config import (
@@ -202,8 +202,15 @@ def test_secrets_are_taken_by_the_product(
                 assert len(value) > TOKEN_CHARS_MIN
             monkeypatch.setenv(TOKEN_ENV, data["token"])
             assert shared_token() == data["token"]
-            require_key("0.0.0.0", data["admin-key"])
-            assert data["token"] != data["admin-key"]
+            roles = {
+                Role.OPERATOR: data["admin-key"],
+                Role.VIEWER: data["viewer-key"],
+                Role.METRICS: data["metrics-key"],
+            }
+            keys = AdminKeys({role.variable: key for role, key in roles.items()})
+            keys.require("0.0.0.0")
+            assert {keys.role_of(key.encode()): key for key in roles.values()} == roles
+            assert data["token"] not in roles.values()
         if "keys.yaml" in secret.get("stringData", {}):
             file = tmp_path / "keys.yaml"
             file.write_text(secret["stringData"]["keys.yaml"])
@@ -280,7 +287,7 @@ def test_gateways_are_probed_on_the_paths_that_need_no_key(release: Release) -> 
             )
 
 
-def test_prometheus_scrapes_cells_with_the_admin_key(release: Release) -> None:
+def test_prometheus_scrapes_cells_with_the_metrics_key(release: Release) -> None:
     for monitor in release.of_kind("ServiceMonitor"):
         service = release.one("Service", "-cells")
         wanted = monitor["spec"]["selector"]["matchLabels"]

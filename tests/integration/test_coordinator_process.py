@@ -2,6 +2,8 @@
 
 import asyncio
 import http.client
+import json
+import os
 import secrets
 import signal
 import statistics
@@ -91,6 +93,39 @@ def test_a_public_admin_port_needs_a_key(tmp_path: Path) -> None:
     status, said = refusal(public.start(AILERON_ADMIN_KEY=""))
     assert (status, said.count("\n")) == (2, 1)
     assert "AILERON_ADMIN_KEY" in said
+
+
+def command(
+    coordinator: Coordinator, *words: str, **env: str
+) -> "subprocess.CompletedProcess[str]":
+    url = f"http://127.0.0.1:{coordinator.admin}"
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", *words, "--admin-url", url],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+
+
+def test_commands_work_with_the_key_of_their_role(coordinator: Coordinator) -> None:
+    keys = {
+        f"AILERON_{name}_KEY": f"a-{name.lower()}-key-for-tests"
+        for name in ("ADMIN", "VIEWER", "METRICS")
+    }
+    viewer = {"AILERON_VIEWER_KEY": keys["AILERON_VIEWER_KEY"]}
+    with coordinator.running(**keys):
+        status = command(coordinator, "status", "--json", **viewer)
+        assert status.returncode == 0, status.stderr
+        assert json.loads(status.stdout)["layout"]
+        refused = command(coordinator, "renew", **viewer)
+        assert refused.returncode == 1
+        assert "needs the role operator, and the key has the role viewer" in refused.stderr
+        operator = command(coordinator, "renew", **keys)
+        assert "No launcher of ranks is connected" in operator.stderr
+        metrics = {"AILERON_VIEWER_KEY": keys["AILERON_METRICS_KEY"]}
+        assert "needs the role viewer" in command(coordinator, "status", "--json", **metrics).stderr
 
 
 def test_it_imports_no_engine() -> None:

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.admin.access import AdminGuard
+from coordinator.admin.key import ADMIN_KEY_ENV, AdminKeys
 from coordinator.admin.page import page
 from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TOKENS, TTFT, Tally
 from coordinator.telemetry.history import AWAY, SAMPLES_MAX, STARTING, History
@@ -44,7 +45,7 @@ async def anything(scope: Scope, receive: Receive, send: Send) -> None:
 async def test_without_a_key_only_programs_and_the_page_itself_are_heard(
     headers: dict[str, str], status: int
 ) -> None:
-    transport = httpx.ASGITransport(AdminGuard(anything, ""))
+    transport = httpx.ASGITransport(AdminGuard(anything, AdminKeys({})))
     async with httpx.AsyncClient(transport=transport, base_url=HOME) as http:
         for path in ("/admin/layout", "/metrics"):
             assert (await http.get(path, headers=headers)).status_code == status
@@ -52,7 +53,7 @@ async def test_without_a_key_only_programs_and_the_page_itself_are_heard(
 
 
 async def test_the_page_needs_no_key_and_all_that_it_asks_does() -> None:
-    transport = httpx.ASGITransport(AdminGuard(anything, KEY))
+    transport = httpx.ASGITransport(AdminGuard(anything, AdminKeys({ADMIN_KEY_ENV: KEY})))
     async with httpx.AsyncClient(transport=transport, base_url="http://cell.example") as http:
         assert (await http.get("/")).status_code == 200
         assert (await http.get("/admin/live")).status_code == 401
