@@ -21,6 +21,7 @@ from typing import cast
 import structlog
 import uvicorn
 
+from coordinator.protocol.cache_salt import CacheSalts
 from coordinator.protocol.config import Config, GatewayConfig
 from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
 from coordinator.protocol.terms import Tier
@@ -110,6 +111,8 @@ class Gateway:
         url = config.gateway.rate_limit_storage
         storage = SharedStorage(url, away=self._meter.storage_away)
         self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage)
+        own_caches = config.gateway.keys_file and not config.gateway.share_prefix_cache
+        self._salts = CacheSalts(token) if own_caches else None
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._published_batches: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
@@ -130,6 +133,7 @@ class Gateway:
             self._relay.on_front_end_message,
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
+            salts=self._salts,
         )
         self._llm = llm
         llm.use_sandbox(sandbox)

@@ -1,9 +1,8 @@
 """Configuration of a cell: one YAML file that every process reads, parsed and checked once.
 
 Unknown keys are refused and relations between values are checked here, so no process starts with a
-configuration that another one would refuse. Tokens and admin keys come from the environment only;
-other secrets may be references (`coordinator.protocol.secret_text`). Names end in their unit.
-`helm/values.schema.json` is generated from these models and their docstrings.
+configuration that another one would refuse. Tokens and admin keys come from the environment only,
+other secrets may refer to it. Names end in their unit. The chart's schema is made of these models.
 """
 
 import os
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
-from coordinator.protocol.mistakes import run_checks, sentences_of
+from coordinator.protocol.mistakes import MistakesError, run_checks, sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
 from coordinator.protocol.settings_file import read_settings
@@ -178,6 +177,8 @@ class GatewayConfig(_Frozen):
     with an `Idempotency-Key`; a redis:// URL for several gateways."""
     rate_limit_storage_file: str = ""
     """File that holds the value of `rate_limit_storage`, instead of it."""
+    share_prefix_cache: bool = False
+    """Let tenants of `keys_file` share cached prompts, whose speed shows what another one sent."""
     objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
     """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
     media_domains: tuple[str, ...] = ()
@@ -245,22 +246,19 @@ class FleetConfig(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         read_secret_file(self, "fleet", "redis")
-        run_checks(self._check_one_source, self._check_redis, self._check_cells)
+        redis, cells = self.redis, self.cells
+        faults = {
+            "fleet.cells and fleet.redis exclude each other: set one of them.": cells and redis,
+            "fleet.redis must be a redis:// URL, or empty.": redis
+            and not redis.startswith(REDIS_SCHEMES),
+            "fleet.cells must be host:port addresses of coordinators.": any(
+                not each.rpartition(":")[0] for each in cells
+            ),
+            "fleet.cells names a cell twice: remove one.": len(set(cells)) < len(cells),
+        }
+        if found := [sentence for sentence, is_found in faults.items() if is_found]:
+            raise MistakesError(found)
         return self
-
-    def _check_one_source(self) -> None:
-        if self.cells and self.redis:
-            raise ValueError("fleet.cells and fleet.redis exclude each other: set one of them.")
-
-    def _check_redis(self) -> None:
-        if self.redis and not self.redis.startswith(REDIS_SCHEMES):
-            raise ValueError("fleet.redis must be a redis:// URL, or empty.")
-
-    def _check_cells(self) -> None:
-        if any(not each.rpartition(":")[0] for each in self.cells):
-            raise ValueError("fleet.cells must be host:port addresses of coordinators.")
-        if len(set(self.cells)) < len(self.cells):
-            raise ValueError("fleet.cells names a cell twice: remove one.")
 
     @property
     def is_on(self) -> bool:

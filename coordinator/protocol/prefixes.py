@@ -22,10 +22,13 @@ BLOCKS_MAX = 64
 HASH_BYTES = 8
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the hashes of a prompt's first blocks, each over all tokens up to its end."""
+def prefix_hashes(token_ids: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
+    """Return the hashes of a prompt's first blocks, each over all tokens up to its end.
+
+    Prompts with different salts share no block, as in vLLM's cache.
+    """
     blocks = min(len(token_ids) // BLOCK_TOKENS, BLOCKS_MAX)
-    running = hashlib.blake2b(digest_size=HASH_BYTES)
+    running = hashlib.blake2b((salt or "").encode("utf-8", "replace"), digest_size=HASH_BYTES)
     hashes = []
     for block in range(blocks):
         tokens = token_ids[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]

@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from coordinator.protocol.cache_salt import CacheSalts
 from coordinator.protocol.engine_options import NOT_OFFERED
 from gateway.engine.cached_tokens import sum_cached_tokens
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
@@ -88,13 +89,18 @@ class RelayedLLM(AsyncLLM):
     sandbox: Sandbox | None = None
     """Tries out grammars; without it they are checked in the event loop."""
 
-    def connect(self, say: Callable[[EngineMessage], None]) -> None:
-        """Pass requests and aborts to `say` directly: the sockets cost five thread hops."""
+    def connect(
+        self, say: Callable[[EngineMessage], None], salts: CacheSalts | None = None
+    ) -> None:
+        """Pass requests and aborts to `say` directly: the sockets cost five thread hops.
+
+        With `salts` each tenant's requests get its own.
+        """
         client = self._client
 
         async def add_request(request: EngineCoreRequest) -> None:
             request.client_index = client.client_index
-            if (message := read_request(request)) is not None:
+            if (message := read_request(request, salts)) is not None:
                 say(message)
 
         async def abort_requests(request_ids: list[str]) -> None:
@@ -238,8 +244,9 @@ async def build_front_end(
     *,
     input_address: str,
     output_address: str,
+    salts: CacheSalts | None = None,
 ) -> tuple[FastAPI, RelayedLLM]:
-    """Build AsyncLLM and the app around it; `say` takes the requests.
+    """Build AsyncLLM and the app around it; `say` takes the requests, with salts if there are any.
 
     The engine's ready frame must be on its way to `input_address`, because AsyncLLM's constructor
     waits for it. The engine must answer utility calls meanwhile, because the app waits for those.
@@ -251,7 +258,7 @@ async def build_front_end(
         disable_log_stats=config.args.disable_log_stats,
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
-    llm.connect(say)
+    llm.connect(say, salts)
     part_long_from_short(llm.renderer)
     tasks = await llm.get_supported_tasks()
     level = logging.getLogger().level

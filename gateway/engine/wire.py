@@ -25,6 +25,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
+from coordinator.protocol.cache_salt import CacheSalts
 from gateway.errors import ApiError, RequestState, api_error, current_request
 
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
@@ -58,6 +59,8 @@ class AddRequest:
     """State shared with the HTTP side."""
     prompt_token_ids: Sequence[int] = ()
     """Empty for a prompt of embeddings."""
+    cache_salt: str | None = None
+    """Prompts with different salts share no cached block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,12 @@ def decode_call(frames: Frames) -> UtilityCall | None:
     return UtilityCall(call_id, method, tuple(args))
 
 
-def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
+def read_request(
+    request: EngineCoreRequest, salts: CacheSalts | None = None
+) -> AddRequest | UnfitRequest | None:
     """Read a request of AsyncLLM without changing it; None if it is aborted already.
 
-    Call it in the context of the HTTP request.
+    With `salts` it gets its tenant's. Call it in the context of the HTTP request.
     """
     if request.abort_immediately:
         return None
@@ -174,6 +179,8 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
         )
     note = _read_note(request.session_id)
     request.session_id = note.session_id
+    if salts is not None:
+        request.cache_salt = salts.of(note.tenant, request.cache_salt)
     if params.seed is None:
         # All ranks of a group must sample the same tokens, and so must a later attempt.
         params = request.sampling_params = copy.copy(params)
@@ -193,6 +200,7 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
         frames=_encode(request),
         state=current_request.get(),
         prompt_token_ids=request.prompt_token_ids or (),
+        cache_salt=request.cache_salt,
     )
 
 

@@ -206,7 +206,7 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large: shorten it.")
             self._refuse(header.task, error, span)
             return
-        prefixes = prefix_hashes(request.prompt_token_ids)
+        prefixes = prefix_hashes(request.prompt_token_ids, request.cache_salt)
         cell = self.cells.choose(needs_of(header), prefixes)
         answer = self.book.open(
             header,

@@ -163,6 +163,16 @@ def chain(scheduler: ModeScheduler, name: str, prompt: list[int], hasher: Any) -
     return scheduler.movable(100)[1][0]
 
 
+def test_a_chain_is_known_by_the_salt_of_its_request(base: VllmConfig, hasher: Any) -> None:
+    scheduler = scheduler_of(base, 1)
+    tasks = {salt: fresh(f"s{salt}", PROMPT, hasher, salt) for salt in (None, "one", "two")}
+    for salt, task in tasks.items():
+        scheduler.add_task(task, [])
+        assert step(scheduler) == {task.request_id: len(PROMPT)}, "nothing of the others is hit"
+        scheduler.take_back([task.request_id])
+        assert scheduler.movable(100)[1][0].prefixes == prefix_hashes(PROMPT, salt)
+
+
 def test_carried_chains_are_hit_and_the_newest_is_reused_last(
     base: VllmConfig, hasher: Any
 ) -> None:

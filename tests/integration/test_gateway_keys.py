@@ -15,12 +15,13 @@ import httpx
 import openai
 import pytest
 
+from coordinator.protocol.cache_salt import CacheSalts
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.messages.gateway import Submit, TaskFailed
 from coordinator.protocol.metrics_wire import STORAGE_AWAY, TIER_CLAMPED
 from coordinator.protocol.terms import Tier
 from tests.harness.cells import hasty_gateway
-from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
 from tests.harness.cells.hasty_gateway import OFTEN_S, patience
 from tests.harness.cells.told import Told
 from tests.harness.redis.redis_server import SHARED_WAIT_S, Redis
@@ -168,6 +169,38 @@ def test_tenant_and_tier_come_from_the_key(
         assert answer.parse().service_tier == words[tier]
     asyncio.run(cell.until(lambda: told.grown(TIER_CLAMPED, "batch") == [1]))
     assert told.grown(TIER_CLAMPED) == [1]
+
+
+def salts_of(url: str, cell: FakeCell, *names: str) -> list[str | None]:
+    """The salts with which requests of these keys reach ranks."""
+    salts: list[str | None] = []
+
+    async def note(ran: Ran) -> None:
+        salts.append(ran.request.cache_salt)
+        ran.tokens(0, [300], "length")
+
+    cell.behave = note
+    for name in names:
+        headers = {"authorization": f"Bearer sk-{name}"}
+        assert httpx.post(url + PATH, json=CHAT, headers=headers, timeout=20).status_code == 200
+    return salts
+
+
+def test_each_tenant_has_its_salt(gateway: GatewayProcess, cell: FakeCell) -> None:
+    wanted = [CacheSalts(TOKEN).of(name, None) for name in ("acme", "slow", "acme")]
+    assert salts_of(gateway.url, cell, "acme", "slow", "acme") == wanted
+
+
+def test_tenants_that_trust_each_other_share_their_cache(
+    cell: FakeCell, keys_file: Path, tmp_path: Path
+) -> None:
+    process = GatewayProcess(
+        tmp_path, MODEL_DIR, cell, keys_file=str(keys_file), share_prefix_cache=True
+    )
+    try:
+        assert salts_of(process.url, cell, "acme", "slow") == [None, None]
+    finally:
+        process.close()
 
 
 def test_requests_per_minute(gateway: GatewayProcess, cell: FakeCell, client: Clients) -> None:

@@ -71,10 +71,10 @@ def scheduler_of(base: VllmConfig, *indices: int) -> ModeScheduler:
     return made
 
 
-def fresh(name: str, prompt: list[int], hasher: Any) -> Request:
+def fresh(name: str, prompt: list[int], hasher: Any, salt: str | None = None) -> Request:
     """A greedy request."""
     sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    return Request(name, prompt, sampling, None, block_hasher=hasher)
+    return Request(name, prompt, sampling, None, block_hasher=hasher, cache_salt=salt)
 
 
 def step(scheduler: ModeScheduler, token: int = 7) -> dict[str, int]:

@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
+from coordinator.protocol.cache_salt import CacheSalts
 from gateway.engine import wire
 from gateway.errors import api_error
 
@@ -74,6 +75,20 @@ def test_request_gets_a_seed_and_keeps_the_rest() -> None:
     other = read(request())
     assert isinstance(other, wire.AddRequest)
     assert other.frames != seen.frames, "every request draws a seed of its own"
+
+
+@pytest.mark.parametrize("own", [None, "mine"])
+def test_a_request_gets_the_salt_of_its_tenant(own: str | None) -> None:
+    salts = CacheSalts("a-shared-secret-of-the-test")
+    sent = request(cache_salt=own, session_id=wire.write_note("acme", 0, None))
+    made = wire.read_request(sent, salts)
+    assert isinstance(made, wire.AddRequest)
+    again = MsgpackDecoder(EngineCoreRequest).decode(list(made.frames))
+    assert made.cache_salt == again.cache_salt == salts.of("acme", own)
+    assert sent.cache_salt == own, "AsyncLLM's own stays as it is"
+    for shared in (read(sent), wire.read_request(request(cache_salt=own), salts)):
+        assert isinstance(shared, wire.AddRequest)
+        assert shared.cache_salt == own
 
 
 def test_a_request_stays_as_asyncllm_has_it() -> None:

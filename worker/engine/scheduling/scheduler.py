@@ -327,7 +327,7 @@ class ModeScheduler(Scheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         # A migrated task is removed after a switch, when there is no time to hash its prompt.
         if request.block_hashes and request.request_id not in self._gone:
-            prefixes = prefix_hashes(request.prompt_token_ids or ())
+            prefixes = prefix_hashes(request.prompt_token_ids or (), request.cache_salt)
             self._finished_chains.remember(request.block_hashes, prefixes)
         freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
             request, delay_free_blocks
