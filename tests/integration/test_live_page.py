@@ -252,3 +252,28 @@ async def test_it_works_at_64_ranks_with_a_key_in_the_dark(tmp_path: Path) -> No
         fits = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         assert await page.evaluate(fits)
         assert [each for each in page.problems if "401" not in each] == []
+
+
+async def test_a_viewer_sees_everything_and_switches_nothing(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    keys = {f"AILERON_{name}_KEY": f"{KEY}-{name}" for name in ("ADMIN", "VIEWER", "METRICS")}
+    async with (
+        cell(tmp_path, 4, **keys) as coordinator,
+        browser(BROWSER, tmp_path / "b") as page,
+    ):
+        await page.open(f"http://127.0.0.1:{coordinator.admin}/")
+        await page.until("document.activeElement.id === 'key'")
+        await page.type(f"{KEY}-METRICS")
+        await page.key("Enter", "\r")
+        await page.until(
+            "/needs the role viewer/.test(document.getElementById('keyError').textContent)"
+        )
+        await page.until("document.activeElement.id === 'key'")
+        await page.type(f"{KEY}-VIEWER")
+        await page.key("Enter", "\r")
+        await page.until("document.getElementById('layout').textContent === 'dp4 serves'")
+        await page.evaluate("document.getElementById('wanted').focus()")
+        await page.type("tp4")
+        await page.key("Enter", "\r")
+        await page.until(said("needs the role operator"))
+        assert await page.evaluate("document.getElementById('layout').textContent") == "dp4 serves"
