@@ -44,12 +44,13 @@ class KeyRing:
         self._path = Path(path) if path else None
         self._now = now
         self._keys: Mapping[str, ApiKey] = {}
+        self._by_id: Mapping[str, ApiKey] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._wrong = FixedWindowRateLimiter(MemoryStorage())
         self._wrong_limit = RateLimitItemPerMinute(WRONG_KEYS_PER_MINUTE)
         if self._path is not None:
             self._stamp = _stamp(self._path)
-            self._keys = load_keys(self._path)
+            self._take(load_keys(self._path))
 
     @property
     def is_open(self) -> bool:
@@ -82,6 +83,10 @@ class KeyRing:
             text = "The API key is not valid: check it, or ask the server's operator for one."
         return api_error("invalid_api_key", text)
 
+    def _take(self, keys: Mapping[str, ApiKey]) -> None:
+        self._keys = keys
+        self._by_id = {key.id: key for key in keys.values()}
+
     def _refusal(self, key: ApiKey) -> ApiError | None:
         """Return why a known key is not accepted now; it is no guess, so it is not counted."""
         state = key.state(self._now())
@@ -97,6 +102,19 @@ class KeyRing:
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.hash, digest) else None
 
+    def of_batch(self, key_id: str) -> ApiKey | ApiError | None:
+        """Return what limits a line of a batch, which counts in no minute; or why it is refused.
+
+        None for a batch or a gateway without keys.
+        """
+        if self.is_open or not key_id:
+            return None
+        key = self._by_id.get(key_id)
+        if key is None:
+            return api_error("api_key_revoked", "The API key of this batch is no longer there.")
+        no_minutes = {"requests_per_minute": 0, "tokens_per_minute": 0}
+        return self._refusal(key) or key.model_copy(update=no_minutes)
+
     async def watch(self) -> None:
         """Read the file again whenever it changes, until cancelled."""
         if self._path is None:
@@ -108,7 +126,7 @@ class KeyRing:
                 continue
             self._stamp = stamp
             try:
-                self._keys = await asyncio.to_thread(load_keys, self._path)
+                self._take(await asyncio.to_thread(load_keys, self._path))
             except ConfigError as error:
                 log.warning("keys_not_read", reason=str(error), keys=len(self._keys))
             else:

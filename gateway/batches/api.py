@@ -44,7 +44,7 @@ from gateway.batches.terms import (
 from gateway.batches.upload import FORM_BYTES_MAX, UPLOAD_WAIT_S, Upload, receive_file
 from gateway.errors import ApiError, api_error
 from gateway.http.intake import BodyReader
-from gateway.http.line_call import TENANT_KEY
+from gateway.http.line_call import KEY_ID, TENANT_KEY
 
 UPLOADS_MAX = 16
 """Most uploads at once."""
@@ -207,6 +207,7 @@ class _Api:
         record = BatchRecord(
             id=new_id("batch_"),
             tenant=tenant_of(request),
+            key=request.scope.get(KEY_ID, ""),
             endpoint=wanted.endpoint,
             input_file_id=wanted.input_file_id,
             created_at=now_s,

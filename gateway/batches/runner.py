@@ -214,7 +214,7 @@ class BatchRun:
         try:
             line = await asyncio.to_thread(self._read_line, number)
             deadline_ms = max(round((batch.expires_at - time.time()) * 1_000), 1)
-            call = LineCall(batch.endpoint, line.body, batch.tenant, deadline_ms)
+            call = LineCall(batch.endpoint, line.body, batch.tenant, deadline_ms, batch.key)
             answer = await self._answer(call)
         except StorageError as error:
             log.warning("line_waits", batch=batch.id, line=number, reason=str(error))

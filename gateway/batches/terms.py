@@ -151,6 +151,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     """Time at which lines without a result expire."""
+    key: str = ""
+    """The id of the API key that made it; empty without keys and in records of earlier versions."""
     metadata: dict[str, str] | None = None
     files_expire_after_s: int = RETENTION_S
     """Lifetime of the result files."""

@@ -38,7 +38,15 @@ from gateway.http.intake import (
     read_body,
     read_head,
 )
-from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, LineProgress, line_scope, never
+from gateway.http.line_call import (
+    KEY_ID,
+    TENANT_KEY,
+    LineAnswer,
+    LineCall,
+    LineProgress,
+    line_scope,
+    never,
+)
 from gateway.http.messages_form import API_KEY_HEADER, may_hold_key
 from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.http.spans import RequestSpans
@@ -167,6 +175,7 @@ class Edge:
         if isinstance(key, ApiError):
             return key
         scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
+        scope[KEY_ID] = key.id if key else ""
         is_post = scope["method"] == "POST"
         if is_post and self.draining:
             return api_error("draining", "This server is shutting down: send the request again.")
@@ -200,11 +209,15 @@ class Edge:
     async def answer_line(self, call: LineCall) -> LineAnswer:
         """Answer a request of a batch like a client's, in the lowest tier.
 
-        It needs a permit but no key, which was checked when the batch was made.
+        It needs a permit, and the key that made the batch must still be valid and have budget.
         """
         progress = LineProgress()
         answer = Answer(progress.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
+        key = self._keys.of_batch(call.key)
+        if isinstance(key, ApiError):
+            await answer.refuse(key)
+            return progress.answer(answer.request_id)
         error = self._admission.take(Tier.BATCH, call.tenant)
         if error is not None:
             await answer.refuse(error)
@@ -212,7 +225,7 @@ class Edge:
         if self._spans is not None:
             answer.span = self._spans.begin_line(call.path)
         try:
-            error = await self._run_line(call, answer)
+            error = await self._run_line(call, answer, key)
             if error is not None:
                 await answer.refuse(error)
         except Exception:
@@ -225,7 +238,9 @@ class Edge:
                 answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
         return progress.answer(answer.request_id)
 
-    async def _run_line(self, call: LineCall, answer: Answer) -> ApiError | None:
+    async def _run_line(
+        self, call: LineCall, answer: Answer, key: ApiKey | None
+    ) -> ApiError | None:
         if len(call.body) > self._limits.body_bytes_max:
             most = self._limits.body_bytes_max
             return api_error("request_too_large", f"A body may have {most} bytes at most.")
@@ -236,7 +251,7 @@ class Edge:
         answer.request.grammar_field = facts.grammar_field
         body = reword_service_tier(facts.body, facts.service_tier)
         replay = BufferedBody(body, never, answer.client_gone)
-        return await self._run(line_scope(call), replay, answer, None, facts)
+        return await self._run(line_scope(call), replay, answer, key, facts)
 
     async def _serve_body(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead, key: ApiKey | None

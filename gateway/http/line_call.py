@@ -11,6 +11,8 @@ from starlette.types import Message
 
 TENANT_KEY: Final = "aileron.tenant"
 """Key of the ASGI scope under which the edge names the tenant to the gateway's own routes."""
+KEY_ID: Final = "aileron.key"
+"""The same for the id of the API key; empty without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class LineCall:
     tenant: str
     deadline_ms: int
     """Milliseconds after which its answer is useless."""
+    key: str = ""
+    """The id of the key that made the batch; empty for one that was made without keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ async def test_it_works_at_64_ranks_with_a_key_in_the_dark(tmp_path: Path) -> No
 
 async def test_a_viewer_sees_everything_and_switches_nothing(tmp_path: Path) -> None:
     assert BROWSER is not None
-    keys = {f"AILERON_{name}_KEY": f"{KEY}-{name}" for name in ("ADMIN", "VIEWER", "METRICS")}
+    keys: Any = {f"AILERON_{name}_KEY": f"{KEY}-{name}" for name in ("ADMIN", "VIEWER", "METRICS")}
     async with (
         cell(tmp_path, 4, **keys) as coordinator,
         browser(BROWSER, tmp_path / "b") as page,

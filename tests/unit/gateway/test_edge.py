@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,38 @@ async def test_large_line_of_a_batch_is_refused(gate: Edge, size: int, status: i
     gate._limits = EdgeLimits(body_bytes_max=100)
     answer = await gate.answer_line(LineCall(CHAT, b"{}".ljust(size), "tenant", 60_000))
     assert answer.status == status
+
+
+async def test_a_line_of_a_batch_needs_the_key_that_made_it_and_its_budget(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    revoked = datetime(2026, 1, 1, tzinfo=UTC)
+    keys = {
+        "small": ApiKey(hash=hash_of("small"), tenant="t", tokens_per_day=100),
+        "minute": ApiKey(hash=hash_of("minute"), tenant="t", requests_per_minute=1),
+        "gone": ApiKey(hash=hash_of("gone"), tenant="t", revoked=revoked),
+        "old": ApiKey(hash=hash_of("old"), tenant="t", expires=revoked),
+        "absent": ApiKey(hash=hash_of("absent"), tenant="t"),
+    }
+    file.write_text("keys:\n" + "".join(dump_key(keys[name]) for name in [*keys][:-1]))
+    gate = Edge(application(), KeyRing(str(file)))
+
+    async def codes(name: str, times: int) -> list[str]:
+        key_id = keys[name].id if name else ""
+        call = LineCall(CHAT, b"{}".ljust(160), "t", 60_000, key_id)
+        answers = [await gate.answer_line(call) for _ in range(times)]
+        return [
+            "" if each.status == 200 else json.loads(each.body)["error"]["code"] for each in answers
+        ]
+
+    assert await codes("small", 3) == ["", "", "token_budget_exceeded"], "40 tokens each"
+    assert await codes("minute", 3) == [""] * 3, "minutes do not count for batches"
+    assert await codes("", 1) == [""], "made before there were keys"
+    assert await codes("gone", 1) == await codes("absent", 1) == ["api_key_revoked"]
+    assert await codes("old", 1) == ["api_key_expired"]
+    assert len(gate._admission) == 0
+    without_keys = Edge(application())
+    call = LineCall(CHAT, b"{}", "t", 60_000, keys["gone"].id)
+    assert (await without_keys.answer_line(call)).status == 200
 
 
 async def test_body_that_does_not_come_is_not_waited_for(

@@ -131,6 +131,25 @@ async def test_a_tenant_has_its_own(served: Served, client: httpx.AsyncClient) -
         assert code_of(await nobody.get("/v1/files")) == (401, "invalid_api_key")
 
 
+async def test_a_batch_ends_with_the_key_that_made_it(
+    served: Served, client: httpx.AsyncClient
+) -> None:
+    file_id = await file_of(client, some_lines(50))
+    # The key still opens the API here, so that the test can look on.
+    served.edge._keys._by_id = {}
+    path = f"/v1/batches/{(await begin(client, file_id)).json()['id']}"
+
+    async def has_ended() -> bool:
+        return (await client.get(path)).json()["status"] == "completed"
+
+    await until(has_ended)
+    batch = (await client.get(path)).json()
+    assert batch["request_counts"] == {"total": 50, "completed": 0, "failed": 50}
+    errors = (await client.get(f"/v1/files/{batch['error_file_id']}/content")).text.splitlines()
+    codes = {json.loads(line)["response"]["body"]["error"]["code"] for line in errors}
+    assert codes == {"api_key_revoked"}
+
+
 async def test_a_batch_and_its_progress(served: Served, client: httpx.AsyncClient) -> None:
     file_id = await file_of(client, some_lines(2, "slow"))
     batch = (await begin(client, file_id, metadata={"a": "b"})).json()
