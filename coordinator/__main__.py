@@ -8,6 +8,7 @@ from pathlib import Path
 from coordinator.admin.key import AdminKeyError
 from coordinator.process import admin_keys, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.sized_goals import with_sized_goals
 from coordinator.server.server import ListenError
@@ -20,15 +21,16 @@ def main() -> int:
     """Parse arguments, check the configuration, serve until a signal."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
+    add_log_options(parser)
     options = parser.parse_args()
     try:
-        config = with_sized_goals(load_config(options.config))
+        config = with_sized_goals(with_log_options(load_config(options.config), options))
         token = shared_token()
         keys = admin_keys(config.admin.host)
     except (ConfigError, AdminKeyError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS
-    set_up_logging()
+    set_up_logging(config.log)
     try:
         asyncio.run(serve(config, token, keys))
     except ConfigError as error:

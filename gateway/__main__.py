@@ -11,6 +11,7 @@ import structlog
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
 from coordinator.protocol.sized_goals import with_sized_goals
@@ -24,15 +25,15 @@ def main() -> int:
     """Parse arguments, check the configuration, serve; 2 if the user must change something."""
     parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--log", choices=("json", "console"), default="json")
+    add_log_options(parser)
     options = parser.parse_args()
     try:
-        config = with_sized_goals(load_config(options.config))
+        config = with_sized_goals(with_log_options(load_config(options.config), options))
         token = shared_token()
         check_model(config, weights=False, fetch=ask_nobody)
     except ConfigError as error:
         return refuse(error)
-    set_up_logging(json=options.log == "json")
+    set_up_logging(config.log)
     warn_of_dropped(dropped_names(os.environ))
     settle(os.environ)
     # Importing vLLM takes seconds, so all cheap checks come before it.

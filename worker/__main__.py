@@ -9,6 +9,7 @@ from pathlib import Path
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.host_memory import check_host_kv
+from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
@@ -34,15 +35,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="aileron rank", description=__doc__)
     parser.add_argument("command", nargs="?", choices=["serve", "doctor"], default="serve")
     parser.add_argument("--config", type=Path, required=True, help="the cell's YAML file")
+    add_log_options(parser)
     args = parser.parse_args()
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(FIXED_ENVIRONMENT)
     try:
-        config = with_sized_goals(load_config(args.config))
+        config = with_sized_goals(with_log_options(load_config(args.config), args))
         if args.command == "serve":
             shared_token()
-        set_up_logging()
+        set_up_logging(config.log)
         check_model(config, fetch=ask_nobody)
         check_nccl(config)
         check_host_kv(config)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TIERS = ("interactive", "standard", "batch")
 CARRIES = ("reshard", "pause", "drain", "recompute", "speculate")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("json", "console")
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
 
 
@@ -114,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         one = commands.add_parser(name, help=text, description=f"Run {text}, for containers.")
         one.add_argument("--config", type=Path, required=True, metavar="FILE")
+        _add_log_options(one)
         one.set_defaults(command=_process)
     _add_operator_commands(commands)
     return parser
@@ -217,7 +220,19 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="serve without API keys on an address that other machines reach",
     )
-    add("--verbose", action="store_true", help="show the processes' logs as well")
+    add("--verbose", action="store_true", help="show the processes' logs, without requests")
+    add(
+        "--log-requests",
+        action="store_true",
+        help="show one line for each request; without it they are only in gateway.log",
+    )
+    _add_log_options(parser)
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    words = "default: as in the --config file, else"
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level; {words} info")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"form of lines; {words} json")
 
 
 def _whole_layers(text: str) -> int | str | tuple[int, ...]:
@@ -399,7 +414,9 @@ def _up(options: argparse.Namespace) -> int:
 def _process(options: argparse.Namespace) -> int:
     from coordinator.cli.process import run_process
 
-    return run_process(options.name, options.config)
+    given = (("--log-level", options.log_level), ("--log-format", options.log_format))
+    words = [word for name, value in given if value is not None for word in (name, value)]
+    return run_process(options.name, options.config, words)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coordinator.cli.reasons import reason_in, reason_of_event, restarts_rank
+from coordinator.protocol.logs import is_request_line
 
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 1024 * 1024
@@ -134,9 +135,12 @@ class Child:
     def _take(self, line: str) -> None:
         if not line:
             return
-        self._tail.append(line)
         if self._on_line is not None:
             self._on_line(self.name, line)
+        if is_request_line(line):
+            # There may be thousands a second, and none of them says why a process ends.
+            return
+        self._tail.append(line)
         if line.startswith('{"') and line.endswith("}"):
             with contextlib.suppress(ValueError):
                 fields = json.loads(line)

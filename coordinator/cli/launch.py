@@ -64,6 +64,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
     _set_policy(base["policy"], options)
     _set_addresses(base, options, machine.free_ports)
+    _set_log(base, options)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
         return _with_data_dir(check_config(base), machine.state_dir)
@@ -194,6 +195,13 @@ def _set_policy(policy: dict[str, Any], options: argparse.Namespace) -> None:
         raise CliError(
             "--step-times and --observation-log belong to --policy adaptive: add it.", USAGE_STATUS
         )
+
+
+def _set_log(base: dict[str, Any], options: argparse.Namespace) -> None:
+    given = {"level": options.log_level, "format": options.log_format}
+    for name, value in given.items():
+        if value is not None:
+            base.setdefault("log", {})[name] = value
 
 
 def _set_addresses(

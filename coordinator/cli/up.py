@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
+from coordinator.protocol.logs import is_request_line
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
@@ -65,7 +67,8 @@ def run_up(options: argparse.Namespace) -> int:
             print(f"aileron: {each}", file=sys.stderr)
         _require_free_ports(config)
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
+        visible = TerminalFilter(processes=options.verbose, requests=options.log_requests)
+        reason = asyncio.run(_serve(config, open_screen(), visible))
     finally:
         own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
@@ -130,7 +133,19 @@ def _require_free_ports(config: Config) -> None:
     require_free(host, int(port), "coordinator.listen in the --config file")
 
 
-async def _serve(config: Config, screen: Screen, *, verbose: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class TerminalFilter:
+    """The lines of the processes that the terminal shows; their files hold all of them."""
+
+    processes: bool = False
+    requests: bool = False
+
+    def has(self, line: str) -> bool:
+        """Return whether the terminal shows a line."""
+        return self.requests if is_request_line(line) else self.processes
+
+
+async def _serve(config: Config, screen: Screen, visible: TerminalFilter) -> str:
     """Serve until Ctrl-C or a failure; return the reason of the failure, or nothing."""
     config_file = Path(config.run_dir) / "config.yaml"
     config_file.touch(mode=0o600)
@@ -141,7 +156,7 @@ async def _serve(config: Config, screen: Screen, *, verbose: bool) -> str:
             f"starting {config.served_model_name} in layout {config.cell.layout} on "
             f"{config.cell.ranks} {config.cell.device} ranks; logs in {config.run_dir}"
         )
-        cell = Cell(_members(config, config_file, screen, verbose=verbose), screen)
+        cell = Cell(_members(config, config_file, screen, visible), screen)
         ready_url = f"http://{_reachable(config.gateway.host)}:{config.gateway.port}/ready"
 
         def on_serving() -> None:
@@ -157,7 +172,7 @@ async def _serve(config: Config, screen: Screen, *, verbose: bool) -> str:
 
 
 def _members(
-    config: Config, config_file: Path, screen: Screen, *, verbose: bool
+    config: Config, config_file: Path, screen: Screen, visible: TerminalFilter
 ) -> list[CellProcess]:
     env = {**os.environ, TOKEN_ENV: _token(), "PYTHONUNBUFFERED": "1"}
 
@@ -169,7 +184,8 @@ def _members(
             screen.say(words)
 
     def on_line(name: str, line: str) -> None:
-        screen.say(f"{name} | {line}")
+        if visible.has(line):
+            screen.say(f"{name} | {line}")
 
     members = []
     for name, limit_s in STOP_LIMITS_S.items():
@@ -177,7 +193,7 @@ def _members(
         own_env = env if name == "coordinator" else _without(env, KEY_VARIABLES)
         log = Path(config.run_dir) / f"{log_name}.log"
         spec = ChildSpec(log_name, command_of(name, config_file), own_env, log)
-        child = Child(spec, on_event, on_line if verbose else None)
+        child = Child(spec, on_event, on_line)
         members.append(CellProcess(child, restarts=name != "rank", stop_limit_s=limit_s))
     return members
 

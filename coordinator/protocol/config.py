@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
+from coordinator.protocol.log_config import LogConfig, UsageConfig
 from coordinator.protocol.mistakes import MistakesError, run_checks, sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
@@ -286,6 +287,8 @@ class Config(_Frozen):
     admin: AdminConfig = AdminConfig()
     slo: SloConfig = SloConfig()
     tracing: TracingConfig = TracingConfig()
+    log: LogConfig = LogConfig()
+    usage: UsageConfig = UsageConfig()
     run_dir: str = ""
     """Folder for sockets and logs; empty means a fresh temporary one."""
 

@@ -8,6 +8,8 @@ import sys
 
 import structlog
 
+from coordinator.protocol.log_config import LogConfig, LogLevel
+
 QUIET_LOGGERS = ("asyncio", "grpc", "uvicorn")
 FAILED_EVENTS = frozenset(
     {
@@ -17,9 +19,52 @@ FAILED_EVENTS = frozenset(
 )
 """Events whose exception may quote a request: only its type and traceback are logged."""
 
+REQUEST_LINE_START = '{"event":"request"'
+REQUEST_CONSOLE_WORDS = "[request]"
+"""By these the line of a request is known in either format, before it is parsed."""
+
+NUMBERS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+"""The standard library's numbers of our levels."""
+
+_LIBRARY_LEVEL_MIN = logging.WARNING
+"""Libraries report their normal operation only at level debug."""
+
 
 class RequestFailure(Exception):  # noqa: N818 -- stands in a log for an error of any name
     """Replaces an exception whose text must not be logged."""
+
+
+class _Gate:
+    """Drops events below the level, which may change while the process runs."""
+
+    def __init__(self) -> None:
+        self.least = logging.INFO
+
+    def __call__(
+        self, _: object, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """Pass the event on, or raise `DropEvent`."""
+        if NUMBERS.get(method, logging.CRITICAL) < self.least:
+            raise structlog.DropEvent
+        return event
+
+
+_gate = _Gate()
+
+
+def number_of(level: LogLevel) -> int:
+    """Return the standard library's number of a level."""
+    return NUMBERS[level]
+
+
+def is_request_line(line: str) -> bool:
+    """Return whether a line of a gateway's log is that of a request."""
+    return line.startswith(REQUEST_LINE_START) or REQUEST_CONSOLE_WORDS in line[:64]
 
 
 def without_words(
@@ -34,21 +79,32 @@ def without_words(
     return event
 
 
-def set_up_logging() -> None:
+def renderers(config: LogConfig) -> list[structlog.typing.Processor]:
+    """Return the last processors of a line, which make it text of the configured format."""
+    if config.format == "console":
+        return [
+            structlog.dev.ConsoleRenderer(
+                colors=False, exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
+    stacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [
+        structlog.processors.ExceptionRenderer(stacks),
+        structlog.processors.JSONRenderer(default=str),
+    ]
+
+
+def set_up_logging(config: LogConfig | None = None) -> None:
     """Send our events and the libraries' warnings to stderr."""
+    config = config or LogConfig()
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    stacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-    last: list[structlog.typing.Processor] = [
-        without_words,
-        structlog.processors.ExceptionRenderer(stacks),
-        structlog.processors.JSONRenderer(default=str),
-    ]
+    last = [without_words, *renderers(config)]
     structlog.configure(
-        processors=[*shared, *last],
+        processors=[_gate, *shared, *last],
         # Ranks share a stream, so a line and its end must be one write even where it is unbuffered.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
@@ -60,8 +116,14 @@ def set_up_logging() -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(logging.WARNING)
+    logging.getLogger().handlers = [handler]
+    set_level(config.level)
+
+
+def set_level(level: LogLevel) -> None:
+    """Log our events from this level on, and those of libraries from warnings on."""
+    _gate.least = number_of(level)
+    of_libraries = logging.INFO if level == "debug" else max(number_of(level), _LIBRARY_LEVEL_MIN)
+    logging.getLogger().setLevel(of_libraries)
     for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(max(number_of(level), _LIBRARY_LEVEL_MIN))

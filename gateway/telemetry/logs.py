@@ -5,9 +5,11 @@ import sys
 
 import structlog
 
-from coordinator.protocol.logs import without_words
+from coordinator.protocol.log_config import LogConfig, LogLevel
+from coordinator.protocol.logs import number_of, renderers, without_words
 
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
+OWN_LOGGERS = ("gateway", "coordinator", "comm_pool", "__main__")
 QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
 """Loggers whose lines quote requests: only lines with a stack pass, without their text."""
 
@@ -24,30 +26,22 @@ class _QuotesNothing(logging.Filter):
         return True
 
 
-def set_up_logging(*, json: bool) -> None:
+def set_up_logging(config: LogConfig | None = None) -> None:
     """Send all logging to stderr, as JSON lines or for a human."""
+    config = config or LogConfig()
+    is_json = config.format == "json"
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if json
-        else structlog.dev.ConsoleRenderer(
-            colors=False, exception_formatter=structlog.dev.plain_traceback
-        )
-    )
-    # Stacks without local variables, which include keys and prompts.
-    stacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if json else shared,
+        foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if is_json else shared,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             without_words,
-            *([structlog.processors.ExceptionRenderer(stacks)] if json else []),
-            renderer,
+            *renderers(config),
         ],
     )
     structlog.configure(
@@ -58,8 +52,15 @@ def set_up_logging(*, json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.addFilter(_QuotesNothing())
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(logging.INFO)
+    logging.getLogger().handlers = [handler]
+    set_level(config.level)
+
+
+def set_level(level: LogLevel) -> None:
+    """Log our events from this level on, and those of libraries from info on."""
+    number = number_of(level)
+    logging.getLogger().setLevel(max(number, logging.INFO))
+    for name in OWN_LOGGERS:
+        logging.getLogger(name).setLevel(number)
     for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))

@@ -13,7 +13,7 @@ import pytest
 
 from comm_pool import ports
 from coordinator.cli import main, operate
-from coordinator.cli.arguments import parse_arguments
+from coordinator.cli.arguments import LOG_FORMATS, LOG_LEVELS, parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.last_run import (
     DEFAULT_ADMIN_URL,
@@ -29,7 +29,10 @@ from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.restarts import LONGEST_DELAY_S, QUICK_FAILURES_MAX, STEADY_S, Restarts
 from coordinator.cli.screen import RankProgress, read_rank_progress
 from coordinator.cli.tables import format_table
+from coordinator.cli.up import TerminalFilter
 from coordinator.protocol.config import Config, ConfigError, dump_config, load_config
+from coordinator.protocol.log_config import LEVELS
+from coordinator.protocol.log_options import FORMATS
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -426,3 +429,27 @@ def test_ranks_are_shown_with_what_they_cannot_do() -> None:
     phases = ["SERVE, only dp", "SERVE, not available", "never heard, not available", "SERVE  "]
     for line, phase in zip(shown, phases, strict=True):
         assert phase in line
+
+
+def test_options_set_the_log() -> None:
+    config = build("--log-level", "warning", "--log-format", "console")
+    assert (config.log.level, config.log.format) == ("warning", "console")
+    assert (LOG_LEVELS, LOG_FORMATS) == (LEVELS, FORMATS), "as the processes accept them"
+
+
+def test_the_terminal_shows_requests_only_on_demand() -> None:
+    request, other = '{"event":"request","status":200}', '{"event": "gateway_ready"}'
+    shown = {
+        (processes, requests): [
+            TerminalFilter(processes=processes, requests=requests).has(each)
+            for each in (request, other)
+        ]
+        for processes in (False, True)
+        for requests in (False, True)
+    }
+    assert shown == {
+        (False, False): [False, False],
+        (False, True): [True, False],
+        (True, False): [False, True],
+        (True, True): [True, True],
+    }

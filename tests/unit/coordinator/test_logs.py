@@ -7,7 +7,8 @@ import logging
 import pytest
 import structlog
 
-from coordinator.protocol.logs import FAILED_EVENTS, set_up_logging
+from coordinator.protocol.log_config import LogConfig, LogLevel
+from coordinator.protocol.logs import FAILED_EVENTS, set_level, set_up_logging
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
 
@@ -92,3 +93,36 @@ def test_what_may_quote_a_request_is_told_by_type_and_place(
     [told] = json.loads(logged)["exception"]
     assert told["exc_value"] == "ValueError"
     assert told["frames"][-1]["filename"] == __file__
+
+
+@pytest.mark.parametrize(
+    ("level", "passing"),
+    [
+        ("debug", ["our info", "our warning", "their info", "their warning"]),
+        ("info", ["our info", "our warning", "their warning"]),
+        ("warning", ["our warning", "their warning"]),
+        ("error", []),
+    ],
+)
+def test_a_level_may_change_while_the_process_runs(
+    capsys: pytest.CaptureFixture[str], level: LogLevel, passing: list[str]
+) -> None:
+    set_up_logging(LogConfig(level="error"))
+    own, other = structlog.get_logger(), logging.getLogger("a.library")
+    own.info("before")
+    set_level(level)
+    own.info("our info")
+    own.warning("our warning")
+    other.info("their info")
+    other.warning("their warning")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == passing
+
+
+def test_the_console_form_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(LogConfig(format="console"))
+    structlog.get_logger().info("rank_lost", rank=3)
+    line = capsys.readouterr().err
+    assert "rank_lost" in line
+    assert "rank=3" in line
+    assert not line.startswith("{")
