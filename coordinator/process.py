@@ -32,6 +32,7 @@ from coordinator.server.registry_lease import announcer_of, leave
 from coordinator.server.server import CellServer, ListenError
 from coordinator.server.spans import SWITCHES_MAX as SPAN_SWITCHES_MAX
 from coordinator.server.spans import CellSpans
+from coordinator.telemetry.usage_history import UsageHistory
 
 if TYPE_CHECKING:
     from coordinator.admin.port import AdminPort
@@ -56,7 +57,8 @@ async def serve(config: Config, token: str, keys: AdminKeys) -> None:
     step_times = read_step_times(config.policy.step_times)
     core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreActor(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
-    server = CellServer(owner, token, config.cell.ranks)
+    usage = UsageHistory(config.usage.tenants_max, config.usage.days)
+    server = CellServer(owner, token, config.cell.ranks, usage)
     observers = observe(core, owner, server, config)
     tracing = start_tracing(
         config.tracing, "coordinator", version=own_version(), instance=coordinator_id

@@ -194,15 +194,21 @@ class RequestState:
 
     __slots__ = (
         "cached_tokens",
+        "cell",
         "deadline_ms",
         "failure",
         "finish_reasons",
+        "first_token_at_s",
         "generated_tokens",
         "give_up",
         "grammar_field",
+        "group",
+        "layout",
+        "prompt_tokens",
         "queue_wait_ms",
         "relayed_tokens",
         "streams",
+        "switches",
         "tenant",
         "trace",
     )
@@ -212,8 +218,20 @@ class RequestState:
         self.failure: ApiError | None = None
         self.tenant = tenant
         self.deadline_ms = deadline_ms
+        self.prompt_tokens = 0
+        """Tokens of all its prompts; a prompt of several choices counts once."""
         self.cached_tokens = 0
-        """Tokens of the prompt that were in the prefix cache."""
+        """Tokens of its prompts that were in the prefix cache."""
+        self.first_token_at_s = 0.0
+        """When the relay got the first token, on its clock; 0 before that."""
+        self.cell = ""
+        """The cell that had the task that ended last; empty if it has no name."""
+        self.layout = ""
+        """That cell's layout at that time; empty if unknown."""
+        self.group = ""
+        """The group that computed that task's last token; empty if unknown."""
+        self.switches = 0
+        """Most changes of the layout that one of its tasks met."""
         self.relayed_tokens = 0
         """Tokens handed to vLLM's front end."""
         self.generated_tokens = 0
@@ -229,6 +247,12 @@ class RequestState:
         """The `traceparent` of the request's span; empty if it is not traced."""
         self.queue_wait_ms: int | None = None
         """Wait for a group, the longest of several choices; None until the first token."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens made for the request, also where its client left before the whole answer."""
+        # vLLM processes a whole answer at its end, so an abandoned one has relayed tokens alone.
+        return self.generated_tokens or self.relayed_tokens
 
     async def close(self) -> None:
         """Close the generators that are still running.

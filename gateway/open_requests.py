@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from comm_pool.layout import Rank
 from coordinator.protocol.messages.gateway import (
     ATTEMPTS_PER_CELL,
     Cancel,
@@ -79,6 +80,7 @@ class TaskTrace(Protocol):
 
 
 _SIBLING = re.compile(r"\d+_(.+)")
+_FIRST = "0_"
 
 
 @dataclass(slots=True)
@@ -93,6 +95,10 @@ class OpenRequest:
     delivered: "array[int]" = field(default_factory=lambda: array("q"))
     """Token ids handed to the front end."""
     epoch: int = -1
+    leader: Rank | None = None
+    """The rank that pushed its last token."""
+    switches: int = 0
+    """Changes of a cell's layout between its first and its last token."""
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     held_since_s: float | None = None
@@ -133,6 +139,12 @@ def family(task: TaskId) -> str:
     """Return the id that the children of one request with n > 1 share: vLLM's `i_parent`."""
     match = _SIBLING.fullmatch(task)
     return match.group(1) if match else task
+
+
+def is_first_choice(task: TaskId) -> bool:
+    """Return whether a task is the first one of its prompt, or the only one."""
+    match = _SIBLING.fullmatch(task)
+    return match is None or task.startswith(_FIRST)
 
 
 class OpenRequests:
@@ -354,6 +366,7 @@ class GapMeter:
         """Record that tokens of `epoch` were delivered to a stream."""
         if epoch > task.epoch:
             if task.epoch >= 0:
+                task.switches += epoch - task.epoch
                 self._note(epoch, now_s - task.last_token_at_s)
                 if task.trace is not None:
                     task.trace.crossed(epoch, now_s - task.last_token_at_s)

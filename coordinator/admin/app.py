@@ -7,7 +7,7 @@ and, on request, waits until it serves. Errors have OpenAI's shape. Runs on the 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -24,12 +24,14 @@ from comm_pool.plan import communicator_plan
 from coordinator.admin.access import AdminGuard, error_answer
 from coordinator.admin.key import AdminKeys
 from coordinator.admin.page import page
+from coordinator.admin.usage import usage_view
 from coordinator.core.core import OPERATOR, Core
 from coordinator.model.events import ReinstateMode, RenewalWanted, SwitchWanted
 from coordinator.protocol.terms import Carry
 from coordinator.server.core_actor import CoreActor
 from coordinator.telemetry.history import History
 from coordinator.telemetry.metrics import Metrics
+from coordinator.telemetry.usage_history import By, UsageHistory
 
 WAIT_LIMIT_S = 120.0
 """How long `?wait=1` waits for a layout to serve."""
@@ -42,6 +44,8 @@ LIVE_SWITCHES = 100
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Last = Annotated[int, Query(ge=1, le=HISTORY_MAX)]
+LastPeriods = Annotated[int | None, Query(ge=1, le=HISTORY_MAX)]
+TenantName = Annotated[str | None, Query(max_length=64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,9 @@ class AdminContext:
     widths: tuple[int, ...]
     default_carry: Carry
     facts: dict[str, Any]
+    usage: UsageHistory = field(default_factory=lambda: UsageHistory(1, 1))
+    """The usage of tenants since `started_s`, which is in Unix seconds."""
+    started_s: float = field(default_factory=time.time)
 
 
 class SwitchBody(BaseModel):
@@ -155,6 +162,12 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             "batches": batches_view(context.owner),
             "switches": _switches(context, 1),
         }
+
+    @app.get("/admin/usage")
+    async def usage(
+        by: By = "day", last: LastPeriods = None, tenant: TenantName = None
+    ) -> dict[str, Any]:
+        return usage_view(context.usage, context.started_s, by, last, tenant)
 
     @app.get("/")
     async def live_page() -> Response:

@@ -60,6 +60,8 @@ class AdminPort:
             widths=config.cell.widths,
             default_carry=Carry(config.coordinator.default_carry),
             facts=_facts(config, coordinator_id),
+            usage=server.aggregator.usage,
+            started_s=time.time(),
         )
         self._server = _Server(
             uvicorn.Config(
@@ -128,7 +130,7 @@ def build_metrics(core: Core, server: CellServer, observers: Observers, config: 
         decisions=core.views.decisions,
         clock=monotonic_ms,
     )
-    facts = Facts(config.served_model_name, own_version(), config.slo)
+    facts = Facts(config.served_model_name, own_version(), config.slo, config.usage.tenant_metric)
     return Metrics(views, server.aggregator, observers.core, observers.prediction_tracker, facts)
 
 

@@ -125,6 +125,35 @@ REGISTRY_AWAY: Final = Measure(
     "aileron_registry_away", "Times that the fleet's registry in Redis did not answer."
 )
 
+TENANT_REQUESTS: Final = Measure(
+    "aileron_tenant_requests",
+    "Answered requests of tenants on routes that generate text.",
+    ("tenant", "tier"),
+)
+TENANT_PROMPT_TOKENS: Final = Measure(
+    "aileron_tenant_prompt_tokens", "Prompt tokens of tenants.", ("tenant", "tier")
+)
+TENANT_CACHED_TOKENS: Final = Measure(
+    "aileron_tenant_cached_tokens",
+    "Prompt tokens of tenants that were in the prefix cache.",
+    ("tenant", "tier"),
+)
+TENANT_OUTPUT_TOKENS: Final = Measure(
+    "aileron_tenant_output_tokens", "Generated tokens of tenants.", ("tenant", "tier")
+)
+USAGE: Final = {
+    each.name: each
+    for each in (
+        *(TENANT_REQUESTS, TENANT_PROMPT_TOKENS, TENANT_CACHED_TOKENS, TENANT_OUTPUT_TOKENS),
+    )
+}
+"""Measures of tenants, by name. They are no metrics: clients may choose a tenant's name."""
+
+ANONYMOUS_TENANT: Final = "anonymous"
+"""Stands for the tenant of a request without a key and without a fairness id."""
+OTHER_TENANTS: Final = "other"
+"""Stands for all tenants beyond the limit."""
+
 OWN: Final = {
     each.name: each
     for each in (

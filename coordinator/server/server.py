@@ -8,6 +8,7 @@ leave through the session's outbox. Decides nothing about ranks, tasks or layout
 import asyncio
 import functools
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,6 +36,7 @@ from coordinator.protocol.metrics_wire import Measures
 from coordinator.server.core_actor import CoreActor
 from coordinator.server.outbox import ENDED, Closing, Outbox
 from coordinator.telemetry.metrics_aggregator import MetricsAggregator
+from coordinator.telemetry.usage_history import UsageHistory
 
 log = structlog.get_logger()
 
@@ -81,14 +83,16 @@ class _Session:
 class CellServer:
     """Opens sessions for ranks 0 to world-1, for gateways and for launchers with the token."""
 
-    def __init__(self, owner: CoreActor, token: str, world: int) -> None:
+    def __init__(
+        self, owner: CoreActor, token: str, world: int, usage: UsageHistory | None = None
+    ) -> None:
         self._owner = owner
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
         """The newest ended process of each rank, as reported by a launcher."""
-        self.aggregator = MetricsAggregator()
+        self.aggregator = MetricsAggregator(usage, time.time)
         """The gateways' measurements; the core does not use them."""
         self._server: grpc.aio.Server | None = None
 

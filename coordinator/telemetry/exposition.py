@@ -388,6 +388,21 @@ def prediction_metrics(
         yield _gauge(f"aileron_policy_{name}_seconds", text, names, rows)
 
 
+def tenant_metrics(
+    totals: Mapping[tuple[str, ...], Mapping[str, float]],
+) -> Iterator[Metric]:
+    """Yield the tokens of tenants; `totals` are those of a `UsageHistory`."""
+    counter = CounterMetricFamily(
+        "aileron_tenant_tokens",
+        "Tokens of ended requests by tenant and kind; cached tokens are prompt tokens as well.",
+        labels=("tenant", "tier", "kind"),
+    )
+    for labels, counts in totals.items():
+        for kind in ("prompt", "cached", "output"):
+            counter.add_metric((*labels, kind), counts[f"{kind}_tokens"])
+    yield counter
+
+
 def tier_family(tally: Tally, measure: Measure) -> Family:
     """Return a measure by tier alone."""
     series = tuple(_by(tally, measure, "tier"))

@@ -1,7 +1,8 @@
 """Prometheus metrics of a cell: the core's views, its observers, and the gateways' totals.
 
 Rendered at most once per `CACHED_MS`, however many scrapers ask. No label holds a value that
-clients choose. The admin API calls this module.
+clients choose, but for the metric of tenants, which only the configuration turns on. The admin API
+calls this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,8 @@ class Facts:
     model: str = "unknown"
     version: str = "unknown"
     slo: SloConfig = field(default_factory=SloConfig)
+    has_tenants: bool = False
+    """Whether the metric of tenants is exported."""
 
 
 class Metrics:
@@ -117,6 +120,8 @@ class _CellCollector(Collector):
         ]
         yield from exposition.tally_metrics(families, model)
         yield from exposition.gen_ai_metrics(tally, model)
+        if self._facts.has_tenants:
+            yield from exposition.tenant_metrics(self._metrics.aggregator.usage.totals)
 
     def _facts_metrics(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(

@@ -156,9 +156,12 @@ class RelayedLLM(AsyncLLM):
             await self._try_grammar(args[1] if len(args) > 1 else kwargs["sampling_params"])
         session = kwargs.get("session_id")
         note = write_note(request.tenant, request.deadline_ms, session, request.trace)
+        cached_tokens = 0
         async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
             async for output in outputs:
-                request.cached_tokens = output.num_cached_tokens or 0
+                # A request may have several prompts, each with a stream of its own.
+                request.cached_tokens += (output.num_cached_tokens or 0) - cached_tokens
+                cached_tokens = output.num_cached_tokens or 0
                 for choice in output.outputs:
                     reason = choice.finish_reason
                     request.generated_tokens += len(choice.token_ids)

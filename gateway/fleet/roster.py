@@ -9,7 +9,9 @@ up, so a registry that is down or empty removes nothing. Called by the relay and
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
+from comm_pool.layout import LayoutError, Rank, parse_layout
 from coordinator.protocol.messages.gateway import CellState, PrefixesHeld
 from coordinator.protocol.prefixes import PrefixHistory
 from gateway.fleet.placement import UNKNOWN_LOAD, Candidate, Needs, Spill, choose, is_open, spill
@@ -33,6 +35,16 @@ class MoveReason(StrEnum):
     """It refused the task, and another one may have room."""
     SPILL = "spill"
     """The task was queued there, and another cell was idle."""
+
+
+@lru_cache(maxsize=256)
+def group_of(layout: str, world: int, leader: Rank) -> str:
+    """Return the name of the group that a rank leads, such as `tp2`; empty if it leads none."""
+    try:
+        groups = parse_layout(layout, world, range(1, world + 1)).groups
+    except LayoutError:
+        return ""
+    return next((group.name for group in groups if group.leader == leader), "")
 
 
 @dataclass(slots=True)
@@ -77,6 +89,11 @@ class CellRoster:
             key=lambda state: (state.serving and not state.draining, state.ranks_alive),
             default=None,
         )
+
+    def state_of(self, name: str) -> CellState | None:
+        """Return the last reported state of a cell."""
+        cell = self._cells.get(name)
+        return None if cell is None else cell.state
 
     def found(self, cells: Collection[str], now_s: float) -> None:
         """Record the cells that the registry names, and that the others are no longer found."""

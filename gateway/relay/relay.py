@@ -35,9 +35,9 @@ from gateway.admission.tiers import tier_of_priority
 from gateway.engine import wire as engine
 from gateway.errors import ApiError, api_error
 from gateway.fleet.rebalancer import Rebalancer, needs_of
-from gateway.fleet.roster import ALONE, CellRoster
+from gateway.fleet.roster import ALONE, CellRoster, group_of
 from gateway.http.spans import TaskSpan, TaskSpans
-from gateway.open_requests import GapMeter, OpenRequest, OpenRequests
+from gateway.open_requests import GapMeter, OpenRequest, OpenRequests, is_first_choice
 from gateway.telemetry.meter import RequestMeter
 from gateway.token_stream import Answer, Trim, Verdict
 
@@ -166,7 +166,7 @@ class Relay:
             self._to_front_end(frames)
             for task, span, ids in zip(tasks, batch.spans, token_ids, strict=True):
                 assert task is not None, "a span of no open task is dropped"
-                self._delivered(task, span, ids, batch.epoch, now_s)
+                self._delivered(task, span, ids, batch, now_s)
                 if span.finished:
                     self._finish(task, now_s)
         else:
@@ -206,6 +206,8 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large: shorten it.")
             self._refuse(header.task, error, span)
             return
+        if request.state is not None and is_first_choice(header.task):
+            request.state.prompt_tokens += request.prompt_tokens
         prefixes = prefix_hashes(request.prompt_token_ids, request.cache_salt)
         cell = self.cells.choose(needs_of(header), prefixes)
         answer = self.book.open(
@@ -262,7 +264,7 @@ class Relay:
         ):
             if task is None:
                 continue
-            part = _Part(task, span, output, batch.epoch)
+            part = _Part(task, span, output, batch)
             if answer is Verdict.HOLD:
                 self._hold(part)
             elif answer is not Verdict.DROP and self._take(part, answer):
@@ -296,24 +298,33 @@ class Relay:
                 self._fail(task.id, _LOST)
                 return False
             engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
-        self._delivered(task, part.span, output.new_token_ids, part.epoch, self._clock())
+        self._delivered(task, part.span, output.new_token_ids, part.batch, self._clock())
         return True
 
     def _delivered(
-        self, task: OpenRequest, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
+        self,
+        task: OpenRequest,
+        span: TokenSpan,
+        token_ids: Sequence[int],
+        batch: TokenBatch,
+        now_s: float,
     ) -> None:
         if token_ids:
             if task.request is not None:
                 task.request.relayed_tokens += len(token_ids)
                 if not task.delivered:
+                    if not task.request.first_token_at_s:
+                        task.request.first_token_at_s = now_s
                     known_ms = task.request.queue_wait_ms or 0
                     task.request.queue_wait_ms = max(span.waited_ms, known_ms)
             self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
-            self._gaps[task.cell or ALONE].tokens_arrived(task, epoch, now_s)
+            task.leader = batch.rank
+            self._gaps[task.cell or ALONE].tokens_arrived(task, batch.epoch, now_s)
 
     def _finish(self, task: OpenRequest, now_s: float) -> None:
         """Close a task whose last token was delivered."""
+        self._note_course(task)
         self._meter.ended(task, now_s)
         self._session.send(self.book.finish(task.id), task.cell or ALONE)
 
@@ -322,8 +333,22 @@ class Relay:
         now_s = self._clock()
         for task in {name: self.book.get(name) for name in tasks}.values():
             if task is not None:
+                self._note_course(task)
                 self._meter.ended(task, now_s)
         self._send_all(self.book.cancel(tasks))
+
+    def _note_course(self, task: OpenRequest) -> None:
+        """Tell the HTTP side where a task that ends was computed."""
+        request = task.request
+        if request is None:
+            return
+        request.switches = max(request.switches, task.switches)
+        request.cell = task.cell or ""
+        state = self.cells.state_of(request.cell)
+        if state is not None:
+            request.layout = state.layout
+            is_known = task.leader is not None and task.epoch == state.epoch
+            request.group = group_of(state.layout, state.world, task.leader) if is_known else ""
 
     def _send_all(self, messages: Iterable[tuple[str, GatewayUp]]) -> None:
         for cell, message in messages:
@@ -345,6 +370,7 @@ class Relay:
         failed, cancels = self.book.fail(task)
         if broken is None:
             return
+        self._note_course(broken)
         self._meter.ended(broken, self._clock(), failed=True)
         log.info("task_failed", task=task, code=error.code, reason=error.message)
         self._answer_failure(failed, error)
@@ -361,7 +387,7 @@ class _Part:
     task: OpenRequest
     span: TokenSpan
     output: engine.Output
-    epoch: int
+    batch: TokenBatch
 
 
 _LOST = api_error(

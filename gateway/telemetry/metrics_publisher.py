@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures, Series, Tally
+from coordinator.protocol.metrics_wire import OWN, USAGE, Family, Measure, Measures, Series, Tally
 from gateway.fleet.roster import CellRoster
 from gateway.telemetry.meter import RequestMeter
 
@@ -70,7 +70,7 @@ class DeltaTracker:
         known = self._known.setdefault(source, {})
         for each in families:
             own = Measure(each.name, each.text, each.labels, each.bounds)
-            measure = OWN.get(each.name, own)
+            measure = OWN.get(each.name) or USAGE.get(each.name, own)
             for new in each.series:
                 nothing = Series(new.labels, 0.0, (0,) * len(new.counts))
                 old = known.get((each.name, new.labels), nothing)
@@ -104,9 +104,10 @@ class MetricsPublisher:
         """Count a tick, and publish what is due."""
         self._ticks += 1
         if self._ticks % PUBLISH_TICKS == 0:
-            self._publish()
+            self.publish()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Publish everything now."""
         home = self._fleet.home
         sessions: dict[str, Session] = {}
         if home is not None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from coordinator.core.core import Core
 from coordinator.model.settings import CoreSettings
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages.launcher import RenewRanks
+from coordinator.protocol.metrics_wire import TENANT_OUTPUT_TOKENS
 from coordinator.protocol.terms import Carry
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
@@ -78,6 +80,7 @@ async def cell() -> AsyncIterator[Cell]:
         widths=WIDTHS,
         default_carry=Carry.RECOMPUTE,
         facts={"model": "demo", "device": "cpu", "policy": "fixed"},
+        usage=server.aggregator.usage,
     )
     port = await server.start("127.0.0.1:0")
     running = asyncio.create_task(owner.run())
@@ -422,3 +425,32 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         for wrong in ([1, 2], [0, 1, 2], [4], [0, 0], [-1], ["0"], 0):
             answer = await cell.http.post("/admin/renew", json={"ranks": wrong})
             assert answer.status_code in (400, 422), wrong
+
+
+async def test_usage_is_by_tenant_and_tier(cell: Cell) -> None:
+    for tenant, count in (("acme", 3), ("other-one", 2)):
+        cell.context.usage.add(TENANT_OUTPUT_TOKENS, (tenant, "batch"), count, time.time())
+    by_day = await cell.get("/admin/usage")
+    rows = [(row["tenant"], row["tier"], row["output_tokens"]) for row in by_day["usage"]]
+    assert rows == [("acme", "batch", 3), ("other-one", "batch", 2)]
+    assert set(by_day) == {"by", "since", "is_cut", "usage"}
+    assert by_day["usage"][0].keys() == {
+        *("begin", "tenant", "tier", "requests", "prompt_tokens", "cached_tokens"),
+        "output_tokens",
+    }
+    by_hour = await cell.get("/admin/usage?by=hour&last=2&tenant=acme")
+    assert [row["tenant"] for row in by_hour["usage"]] == ["acme"]
+    refused = await cell.http.get("/admin/usage?by=year")
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "by")
+
+
+async def test_the_metric_of_tenants_is_on_only_on_demand(cell: Cell) -> None:
+    cell.context.usage.add(TENANT_OUTPUT_TOKENS, ("acme", "batch"), 3, time.time())
+    assert "acme" not in (await cell.http.get("/metrics")).text
+    core, owner = cell.context.core, cell.context.owner
+    config = check_config({"model": {"path": "demo"}, "usage": {"tenant_metric": True}})
+    assert isinstance(owner, CoreActor)
+    server = CellServer(owner, TOKEN, 4, cell.context.usage)
+    text = build_metrics(core, server, observe(core, owner, server, config), config).render()
+    line = b'aileron_tenant_tokens_total{kind="output",tenant="acme",tier="batch"} 3.0'
+    assert line in text

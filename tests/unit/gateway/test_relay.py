@@ -134,6 +134,30 @@ def test_the_http_side_is_told_how_long_the_request_waited() -> None:
     assert request.queue_wait_ms == 30, "the longest wait for a first token of its choices"
 
 
+def test_the_http_side_learns_the_course_of_its_tasks() -> None:
+    request = RequestState()
+    token = current_request.set(request)
+    ends = Ends()
+    for task in ("0_c", "1_c", "d"):
+        ends.add(task)
+    current_request.reset(token)
+    assert request.prompt_tokens == 6, "two prompts of three tokens, one of them with two choices"
+    ends.now_s = 103.0
+    ends.push(part(TaskId("1_c"), 0, [5]), epoch=1)
+    ends.now_s = 104.0
+    ends.push(part(TaskId("0_c"), 0, [5]), epoch=4)
+    ends.push(part(TaskId("1_c"), 1, [5]), epoch=3)
+    ends.relay.on_coordinator_message(CellState("tp2+dp1", 4, True, 3, 3, 0, 512))
+    assert request.first_token_at_s == 103.0
+    ends.push(part(TaskId("1_c"), 2, [5], end=FinishReason.STOP), epoch=4)
+    assert (request.layout, request.group, request.switches) == ("tp2+dp1", "tp2", 3)
+    ends.relay.on_front_end_message(AbortRequests(("d",)))
+    assert (request.group, request.switches) == ("", 3), "a task without a token had no group"
+    ends.relay.on_coordinator_message(CellState("dp3", 5, True, 3, 3, 0, 512))
+    ends.relay.on_coordinator_message(TaskFailed(TaskId("0_c"), "internal_error", "lost", 0))
+    assert (request.layout, request.group) == ("dp3", ""), "its last token is of another layout"
+
+
 def test_request_is_submitted_with_its_sizes_and_tier() -> None:
     ends = Ends()
     ends.add(A, priority=10)
