@@ -48,6 +48,7 @@ from gateway.sockets import Inbox, Sockets, listen
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import MetricsPublisher
+from gateway.telemetry.request_log import RequestLog
 
 DRAIN_S = 30.0
 """Longest time that open streams go on after the first SIGTERM."""
@@ -94,8 +95,11 @@ class Gateway:
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._meter = RequestMeter(
             {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
+            config.usage.tenants_max,
         )
+        self._request_log = RequestLog(config.log, config.served_model_names)
         self._fleet = set_up_fleet(config, token, name, self._meter.registry_away)
+        self._publisher = MetricsPublisher(self._fleet, self._meter, engine_families)
         self._relay = Relay(
             self._fleet,
             self._take_outputs,
@@ -141,7 +145,16 @@ class Gateway:
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
         limits, spans = _edge_limits(self._config.gateway), self._spans
-        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, spans, self._replays)
+        self._edge = Edge(
+            app,
+            self._keys,
+            self._rates,
+            limits,
+            self._meter,
+            spans,
+            self._replays,
+            self._request_log,
+        )
         self._server = self._serving(self._edge)
         self._handle_signals()
         work = [
@@ -247,11 +260,10 @@ class Gateway:
         self._print_line(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        publisher = MetricsPublisher(self._fleet, self._meter, engine_families)
         while True:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
-            publisher.tick()
+            self._publisher.tick()
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped: see the log above.")
 
@@ -291,6 +303,7 @@ class Gateway:
         self._server.should_exit = True
 
     async def _flush(self) -> None:
+        self._publisher.publish()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self._fleet.flush()

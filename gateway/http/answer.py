@@ -92,6 +92,12 @@ class Answer:
         """Whether the client left before the answer was complete."""
         self.tier = Tier.STANDARD
         self.request = RequestState()
+        self.tenant: str | None = None
+        """The tenant that the request belongs to; None if its client is not identified."""
+        self.key_id = ""
+        """The id of the request's key; empty without one."""
+        self.model: str | None = None
+        """The model that the request names; None before its body is read."""
         self.span: RequestSpan | None = None
         """The request's span, if it is traced."""
         self.echoes_tier = False
@@ -120,6 +126,11 @@ class Answer:
     def wait_budget(self) -> WaitBudget:
         """Remaining wait for Redis; a separate one after the last byte, when no client waits."""
         return self._budget_after if self._phase is _Phase.CLOSED else self._budget
+
+    @property
+    def began_s(self) -> float:
+        """When the request arrived, on the event loop's clock, which is also the relay's."""
+        return self._began_s
 
     @property
     def elapsed_s(self) -> float:

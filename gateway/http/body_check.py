@@ -146,6 +146,8 @@ class BodyFacts:
     """A quarter of the body's bytes, the estimate that OpenAI's own limits use."""
     grammar_field: str | None = None
     """The first parameter that holds a grammar or a schema."""
+    model: str | None = None
+    """The model that it names."""
 
 
 def check_body(body: bytes, media_domains: frozenset[str], path: str = "") -> BodyFacts | ApiError:
@@ -170,7 +172,9 @@ def check_body(body: bytes, media_domains: frozenset[str], path: str = "") -> Bo
                 error = error or service_tier
         else:
             error = error or _check_media(fields, media_domains)
-        return error or BodyFacts(body, service_tier, len(body) // 4, _grammar_field(fields))
+        model = fields.model if isinstance(fields.model, str) else None
+        grammar_field = _grammar_field(fields)
+        return error or BodyFacts(body, service_tier, len(body) // 4, grammar_field, model)
     except msgspec.ValidationError:
         return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

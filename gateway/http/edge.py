@@ -48,9 +48,10 @@ from gateway.http.line_call import (
     never,
 )
 from gateway.http.messages_form import API_KEY_HEADER, may_hold_key
-from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
+from gateway.http.routes import OPEN_PATHS, OTHER_ROUTE, find_route, route_name, takes_no_json
 from gateway.http.spans import RequestSpans
-from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
+from gateway.telemetry.meter import CLIENT_GONE_STATUS, OPERATION_OF_ROUTE, RequestMeter
+from gateway.telemetry.request_log import Asked, RequestLog
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
@@ -92,6 +93,7 @@ class Edge:
         meter: RequestMeter | None = None,
         spans: RequestSpans | None = None,
         replays: SharedIdempotencyCache | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         """Without keys the edge accepts every client."""
         self._app = app
@@ -100,6 +102,7 @@ class Edge:
         self._limits = limits or EdgeLimits()
         self._meter = meter or RequestMeter()
         self._spans = spans
+        self._log = request_log or RequestLog()
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._replays = replays or SharedIdempotencyCache(SharedStorage("memory://"))
@@ -148,16 +151,43 @@ class Edge:
         finally:
             answer.close()
             if scope["path"] not in OPEN_PATHS:
-                self._count(answer, scope, head.is_retry)
+                self._count(answer, scope["method"], scope["path"], head.is_retry)
 
-    def _count(self, answer: Answer, scope: Scope, is_retry: bool) -> None:
+    def _count(self, answer: Answer, method: str, path: str, is_retry: bool) -> None:
         status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
-        route = route_name(scope["method"], scope["path"])
+        route = route_name(method, path)
         self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
         if is_retry:
             self._meter.retried(answer.tier)
         if answer.span is not None:
             answer.span.end(status, answer.error_code, answer.tier, answer.request)
+        self._report(answer, method, route, status)
+
+    def _report(
+        self, answer: Answer, method: str, route: str, status: int, *, batch: bool = False
+    ) -> None:
+        """Add an answer that has ended to its tenant's usage, and log it."""
+        request = answer.request
+        if route in OPERATION_OF_ROUTE and answer.tenant is not None:
+            self._meter.used(answer.tenant, answer.tier, request)
+        asked = Asked(
+            answer.request_id,
+            method if route != OTHER_ROUTE else "other",
+            route,
+            answer.tenant or "",
+            answer.key_id,
+            answer.model,
+            batch,
+        )
+        self._log.note(
+            asked,
+            request,
+            answer.tier,
+            status,
+            answer.error_code,
+            began_s=answer.began_s,
+            took_s=answer.elapsed_s,
+        )
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
@@ -174,8 +204,8 @@ class Edge:
         key = await self._keys.identify(head.headers, head.address, own_header)
         if isinstance(key, ApiError):
             return key
-        scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
-        scope[KEY_ID] = key.id if key else ""
+        answer.tenant = scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
+        answer.key_id = scope[KEY_ID] = key.id if key else ""
         is_post = scope["method"] == "POST"
         if is_post and self.draining:
             return api_error("draining", "This server is shutting down: send the request again.")
@@ -213,11 +243,12 @@ class Edge:
         """
         progress = LineProgress()
         answer = Answer(progress.send, uuid.uuid4().hex, call.path)
-        answer.tier = Tier.BATCH
+        answer.tier, answer.tenant = Tier.BATCH, call.tenant
         key = self._keys.of_batch(call.key)
         if isinstance(key, ApiError):
             await answer.refuse(key)
             return progress.answer(answer.request_id)
+        answer.key_id = key.id if key else ""
         error = self._admission.take(Tier.BATCH, call.tenant)
         if error is not None:
             await answer.refuse(error)
@@ -236,6 +267,7 @@ class Edge:
             answer.close()
             if answer.span is not None:
                 answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
+            self._report(answer, "POST", route_name("POST", call.path), answer.status, batch=True)
         return progress.answer(answer.request_id)
 
     async def _run_line(
@@ -248,6 +280,7 @@ class Edge:
         if isinstance(facts, ApiError):
             return facts
         answer.request = RequestState(call.tenant, call.deadline_ms)
+        answer.model = facts.model
         answer.request.grammar_field = facts.grammar_field
         body = reword_service_tier(facts.body, facts.service_tier)
         replay = BufferedBody(body, never, answer.client_gone)
@@ -291,6 +324,7 @@ class Edge:
             if (full := self._refusals.find(resolved, tenant, clock())) is not None:
                 return full
             answer.request = RequestState(tenant, deadline_ms)
+            answer.model = facts.model
             answer.request.grammar_field = facts.grammar_field
             answer.request.give_up = answer.give_up
             body = reword_service_tier(facts.body, facts.service_tier)

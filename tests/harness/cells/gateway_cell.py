@@ -306,6 +306,8 @@ class GatewayProcess:
         env: Mapping[str, str] | None = None,
         other_names: Sequence[str] = (),
         engine_args: Sequence[str] = ("--max-model-len", "512"),
+        batches: Mapping[str, Any] | None = None,
+        logging: Mapping[str, Any] | None = None,
         **gateway: Any,
     ) -> None:
         """Where its memory is measured it is not `warm`: a forked one's heap is another's.
@@ -323,6 +325,8 @@ class GatewayProcess:
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},
             "gateway": {"port": 0, **gateway},
             "fleet": fleet or {},
+            "batches": dict(batches or {}),
+            "log": dict(logging or {}),
             "run_dir": str(folder),
         }
         path = folder / "gateway.yaml"
