@@ -8,13 +8,21 @@ Content-Length.
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+import structlog
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.admin.key import ADMIN_KEY_ENV, AdminKeys, Role
 from coordinator.protocol.addresses import is_loopback
 
+log = structlog.get_logger()
+
 BODY_BYTES_MAX = 64 * 1024
+CALLER_KEY = "aileron.caller"
+"""Key of the ASGI scope under which the guard names who asks."""
+KEY_CALLER = "admin key"
+LOOPBACK_CALLER = "loopback"
+"""Asks from this machine, at a port without a key."""
 OPEN_PATHS = frozenset({"/health", "/"})
 """Served without a key: for liveness probes, and the live page, which holds no data."""
 METRICS_PATH = "/metrics"
@@ -44,6 +52,9 @@ class AdminGuard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         is_open = scope["path"] in OPEN_PATHS
         refusal = None if is_open else self._refusal(headers, _role_for(scope))
+        scope = {**scope, CALLER_KEY: LOOPBACK_CALLER if self._keys.is_open else KEY_CALLER}
+        if refusal is not None and scope["method"] == "POST":
+            log.warning("admin_refused", address=_address(scope), status=refusal.status_code)
         if scope["method"] == "HEAD":
             # The server drops the body of the answer.
             scope = {**scope, "method": "GET"}
@@ -87,6 +98,11 @@ def _role_for(scope: Scope) -> Role:
     if scope["method"] not in READS:
         return Role.OPERATOR
     return Role.METRICS if scope["path"] == METRICS_PATH else Role.VIEWER
+
+
+def _address(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""
 
 
 def _is_own(headers: Mapping[bytes, bytes]) -> bool:

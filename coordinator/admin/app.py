@@ -6,7 +6,7 @@ and, on request, waits until it serves. Errors have OpenAI's shape. Runs on the 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -22,6 +22,8 @@ from starlette.routing import Match
 from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
 from comm_pool.plan import communicator_plan
 from coordinator.admin.access import AdminGuard, error_answer
+from coordinator.admin.actions import logged_action
+from coordinator.admin.answer_error import AnswerError
 from coordinator.admin.key import AdminKeys
 from coordinator.admin.page import page
 from coordinator.admin.usage import usage_view
@@ -91,33 +93,31 @@ class PutBackBody(BaseModel):
     mode: StrictStr
 
 
-class _AnswerError(Exception):
-    """Ends a call with an error answer."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.answer = error_answer(status, code, message, param)
-
-
 def build_admin(context: AdminContext, keys: AdminKeys) -> AdminGuard:
     """Return the ASGI application of the admin port; there may be no keys on loopback."""
     app = FastAPI(title="aileron admin", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(_AnswerError, _on_answer_error)
+    app.add_exception_handler(AnswerError, _on_answer_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_reads(app, context)
 
     @app.post("/admin/layout")
-    async def change_layout(body: SwitchBody, wait: bool = False) -> dict[str, Any]:
-        return await _switch(context, body, wait=wait)
+    async def change_layout(
+        request: Request, body: SwitchBody, wait: bool = False
+    ) -> dict[str, Any]:
+        with logged_action(request, "layout", layout=body.layout, carry=body.carry):
+            return await _switch(context, body, wait=wait)
 
     @app.post("/admin/put-back")
-    async def put_back(body: PutBackBody) -> dict[str, Any]:
-        return await _put_back(context, body.mode)
+    async def put_back(request: Request, body: PutBackBody) -> dict[str, Any]:
+        with logged_action(request, "put-back", mode=body.mode):
+            return await _put_back(context, body.mode)
 
     @app.post("/admin/renew")
-    async def renew(body: RenewBody | None = None) -> dict[str, Any]:
-        return await _renew(context, body or RenewBody())
+    async def renew(request: Request, body: RenewBody | None = None) -> dict[str, Any]:
+        ranks = body.ranks if body is not None else []
+        with logged_action(request, "renew", ranks=ranks):
+            return await _renew(context, ranks)
 
     return AdminGuard(app, keys)
 
@@ -203,11 +203,11 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     core = context.core
     layout, carry = _read_wanted(context, body)
     if core.views.is_recovering:
-        raise _AnswerError(
+        raise AnswerError(
             503, "recovering", _sentence(core.why_unreachable(layout) or "try again.")
         )
     if (reason := core.why_unreachable(layout)) is not None:
-        raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
+        raise AnswerError(400, "invalid_value", _sentence(reason), "layout")
     wanted = format_layout(layout, context.world)
     await context.owner.post(SwitchWanted(layout, carry, OPERATOR, asked_ms))
     _require_target(core, wanted)
@@ -223,20 +223,20 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
     if mode not in out:
         names = f"use one of {', '.join(sorted(out))}" if out else "every mode serves"
         text = f"'{mode[:40]}' is not out of service: {names}."
-        raise _AnswerError(400, "invalid_value", text, "mode")
+        raise AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(ReinstateMode(mode))
     return context.core.views.layout()
 
 
-async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
-    ranks = tuple(map(Rank, sorted(body.ranks)))
+async def _renew(context: AdminContext, wanted: Sequence[int]) -> dict[str, Any]:
+    ranks = tuple(map(Rank, sorted(wanted)))
     groups = communicator_plan(context.world, context.widths)
     if ranks and ranks not in (*groups, *zip(range(context.world), strict=True)):
         text = "Name the ranks of one group, such as [0, 1] for a tp2, or none for all ranks."
-        raise _AnswerError(400, "invalid_value", text, "ranks")
+        raise AnswerError(400, "invalid_value", text, "ranks")
     if not context.owner.launcher_outboxes:
         text = "No launcher of ranks is connected: check that `aileron rank` runs, and try again."
-        raise _AnswerError(503, "no_launcher", text)
+        raise AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
     return context.core.views.layout()
 
@@ -250,21 +250,21 @@ def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry
     try:
         layout = parse_layout(body.layout, context.world, context.widths)
     except LayoutError as error:
-        raise _AnswerError(400, "invalid_value", _sentence(str(error)), "layout") from error
+        raise AnswerError(400, "invalid_value", _sentence(str(error)), "layout") from error
     if body.carry is None:
         return layout, context.default_carry
     try:
         return layout, Carry(body.carry)
     except ValueError:
         plans = ", ".join(carry.value for carry in Carry)
-        raise _AnswerError(
+        raise AnswerError(
             400, "invalid_value", f"'{body.carry[:40]}' is no carry plan: use {plans}.", "carry"
         ) from None
 
 
 def _require_target(core: Core, wanted: str) -> None:
     if (target := core.views.target_name) != wanted:
-        raise _AnswerError(
+        raise AnswerError(
             409,
             "superseded",
             f"'{wanted}' gave way to '{target}', the layout wanted now: see `aileron explain`.",
@@ -281,7 +281,7 @@ async def _until_serving(core: Core, wanted: str) -> None:
                     _require_target(core, wanted)
                     epoch = core.views.epoch
     except TimeoutError:
-        raise _AnswerError(
+        raise AnswerError(
             504,
             "deadline_exceeded",
             f"'{wanted}' does not serve after {WAIT_LIMIT_S:.0f} s; it is still wanted: follow "
@@ -307,7 +307,7 @@ def _sentence(text: str) -> str:
 
 
 async def _on_answer_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, _AnswerError)
+    assert isinstance(error, AnswerError)
     return error.answer
 
 

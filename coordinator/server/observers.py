@@ -5,6 +5,7 @@ from typing import Any
 
 from coordinator.core.core import Core
 from coordinator.protocol.config import Config
+from coordinator.server.cell_log import CellLog
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.server import CellServer
 from coordinator.telemetry.core_metrics import CoreMetrics
@@ -30,7 +31,7 @@ def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) ->
 
     watcher, prediction_tracker = CoreMetrics(switches), PredictionTracker(server.aggregator.tally)
     owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())
-    owner.watchers = (watcher,)
+    owner.watchers = (watcher, CellLog(core.views, range(config.cell.ranks)))
     if config.policy.name == "adaptive":
         owner.watchers += (prediction_tracker,)
     return Observers(watcher, prediction_tracker)

@@ -12,19 +12,23 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
-from comm_pool.layout import parse_layout
+from comm_pool.layout import Rank, parse_layout
 from coordinator.admin import app
 from coordinator.admin.access import BODY_BYTES_MAX
+from coordinator.admin.actions import TEXT_CHARS_MAX
 from coordinator.admin.app import AdminContext, build_admin
 from coordinator.admin.key import ADMIN_KEY_ENV, FILE_ENDING, AdminKeyError, AdminKeys, Role
 from coordinator.admin.port import build_metrics
 from coordinator.core.core import Core
+from coordinator.model.events import RankExited
 from coordinator.model.settings import CoreSettings
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.metrics_wire import TENANT_OUTPUT_TOKENS
 from coordinator.protocol.terms import Carry
+from coordinator.server import cell_log
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
 from coordinator.server.outbox import Outbox
@@ -68,7 +72,8 @@ async def cell() -> AsyncIterator[Cell]:
     core = Core(settings, "c1", monotonic_ms())
     owner = CoreActor(core, tick_ms=20, clock=monotonic_ms)
     server = CellServer(owner, TOKEN, world=4)
-    config = check_config({"model": {"path": "demo"}})
+    of_cell = {"ranks": 4, "widths": list(WIDTHS), "layout": "dp4"}
+    config = check_config({"model": {"path": "demo"}, "cell": of_cell})
     metrics = build_metrics(core, server, observe(core, owner, server, config), config)
     context = AdminContext(
         core=core,
@@ -454,3 +459,73 @@ async def test_the_metric_of_tenants_is_on_only_on_demand(cell: Cell) -> None:
     text = build_metrics(core, server, observe(core, owner, server, config), config).render()
     line = b'aileron_tenant_tokens_total{kind="output",tenant="acme",tier="batch"} 3.0'
     assert line in text
+
+
+async def test_operators_actions_are_logged_with_who_asked(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        with capture_logs() as lines:
+            await switch(cell, "tp2+dp2", carry="pause")
+            await cell.http.post("/admin/layout", json={"layout": "x" * 1_000})
+            await cell.http.post("/admin/renew", json={"ranks": [0, 1]})
+            await cell.http.post("/admin/put-back", json={"mode": "tp2"})
+            async with client(cell.context, KEY) as guarded:
+                await guarded.post("/admin/layout", json={"layout": "dp4"})
+                own = {"Authorization": f"Bearer {KEY}"}
+                await guarded.post("/admin/layout", json={"layout": "dp4"}, headers=own)
+    actions = [line for line in lines if line["event"].startswith("admin_")]
+    about = [
+        tuple(line.get(name) for name in ("action", "caller", "status", "error"))
+        for line in actions
+    ]
+    assert about == [
+        ("layout", "loopback", 200, None),
+        ("layout", "loopback", 400, "invalid_value"),
+        ("renew", "loopback", 503, "no_launcher"),
+        ("put-back", "loopback", 400, "invalid_value"),
+        (None, None, 401, None),
+        ("layout", "admin key", 200, None),
+    ]
+    assert (actions[0]["layout"], actions[0]["carry"]) == ("tp2+dp2", "pause")
+    assert len(actions[1]["layout"]) == TEXT_CHARS_MAX
+    assert actions[2]["ranks"] == [0, 1]
+    assert all(line["address"] == "127.0.0.1" for line in actions)
+    assert KEY not in str(lines)
+
+
+async def test_switches_and_ranks_are_logged(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_log, "SETTLE_MS", 50)
+    with capture_logs() as lines:
+
+        async def logged(event: str, count: int = 1) -> list[Any]:
+            async with asyncio.timeout(10):
+                while True:
+                    found = [line for line in lines if line["event"] == event]
+                    if len(found) >= count:
+                        return found
+                    await asyncio.sleep(0.01)
+
+        async with cell.ranks:
+            await cell.serving()
+            await logged("switch_measured")
+            lines.clear()
+            answer = await switch(cell, "tp2+dp2", carry="pause")
+            [begun], [served] = await logged("switch_begun"), await logged("switch_served")
+            [measured] = await logged("switch_measured")
+            about = {
+                "epoch": answer["epoch"],
+                "from_layout": "dp4",
+                "to_layout": "tp2+dp2",
+                "cause": "operator",
+                "carry": "pause",
+                "log_level": "info",
+            }
+            assert {**begun, **about, "event": "switch_begun"} == begun
+            assert {**served, **about, "event": "switch_served"} == served
+            assert served["total_ms"] >= 0
+            assert measured["epoch"] == answer["epoch"]
+            await cell.context.owner.post(RankExited(Rank(3)))
+            [left] = await logged("rank_left")
+            assert (left["rank"], left["log_level"]) == (3, "warning")
+            [_, lost] = await logged("switch_begun", 2)
+            assert lost["to_layout"] == "tp2+dp1+off1"
