@@ -7,7 +7,8 @@ from pathlib import Path
 
 from coordinator.admin.key import AdminKeyError
 from coordinator.process import admin_keys, serve
-from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
+from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.sized_goals import with_sized_goals
@@ -23,8 +24,12 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
     add_log_options(parser)
     options = parser.parse_args()
+
+    def read(path: Path) -> Config:
+        return with_sized_goals(with_log_options(load_config(path), options))
+
     try:
-        config = with_sized_goals(with_log_options(load_config(options.config), options))
+        config = read(options.config)
         token = shared_token()
         keys = admin_keys(config.admin.host)
     except (ConfigError, AdminKeyError) as error:
@@ -32,7 +37,7 @@ def main() -> int:
         return USAGE_STATUS
     set_up_logging(config.log)
     try:
-        asyncio.run(serve(config, token, keys))
+        asyncio.run(serve(ConfigFile(options.config, config, read, "coordinator"), token, keys))
     except ConfigError as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS

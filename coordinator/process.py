@@ -23,8 +23,10 @@ from coordinator.core.core import Core
 from coordinator.model.events import CellDrains
 from coordinator.model.settings import core_settings
 from coordinator.protocol.config import Config
+from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.tracing import start_tracing
 from coordinator.protocol.version import own_version
+from coordinator.server.config_reload import ConfigReload
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
 from coordinator.server.policy_files import ObservationLog, read_step_times
@@ -51,8 +53,9 @@ def admin_keys(host: str) -> AdminKeys:
     return keys
 
 
-async def serve(config: Config, token: str, keys: AdminKeys) -> None:
+async def serve(file: ConfigFile, token: str, keys: AdminKeys) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
+    config = file.config
     coordinator_id = secrets.token_hex(ID_BYTES)
     step_times = read_step_times(config.policy.step_times)
     core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
@@ -60,6 +63,7 @@ async def serve(config: Config, token: str, keys: AdminKeys) -> None:
     usage = UsageHistory(config.usage.tenants_max, config.usage.days)
     server = CellServer(owner, token, config.cell.ranks, usage)
     observers = observe(core, owner, server, config)
+    reload = ConfigReload(file, owner)
     tracing = start_tracing(
         config.tracing, "coordinator", version=own_version(), instance=coordinator_id
     )
@@ -76,12 +80,13 @@ async def serve(config: Config, token: str, keys: AdminKeys) -> None:
         # Its modules take as long to import as all others together, and sessions do not need them.
         from coordinator.admin.port import AdminPort
 
-        return AdminPort(core, owner, server, observers, config, coordinator_id, keys)
+        return AdminPort(core, owner, server, observers, config, coordinator_id, keys, reload)
 
     with _listener(config.admin.host, config.admin.port) as listener:
         grpc_port = await server.start(config.coordinator.listen)
         _announce(coordinator_id, grpc_port, listener.getsockname()[1])
-        await _run(owner, server, admin, listener, _leaving(core, owner, config, grpc_port))
+        leave_fleet = _leaving(core, owner, config, grpc_port)
+        await _run(owner, server, admin, listener, leave_fleet, reload)
     if tracing is not None and spans is not None:
         spans.close()
         tracing.close()
@@ -116,6 +121,7 @@ async def _run(
     admin: Callable[[], "AdminPort"],
     listener: socket.socket,
     leave_fleet: Leave | None,
+    reload: ConfigReload,
 ) -> None:
     """Serve until a signal; an error of the core ends the process, and a fresh one takes over."""
     leaving: list[asyncio.Future[None]] = []
@@ -133,6 +139,8 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, reload.ask)
+    reloading = asyncio.create_task(reload.run())
     try:
         await asyncio.wait((owning, serving), return_when=asyncio.FIRST_COMPLETED)
         if owning.done():
@@ -140,9 +148,10 @@ async def _run(
         serving.result()
     finally:
         stopping.set()
+        reloading.cancel()
         await server.stop()
         owning.cancel()
-        await asyncio.gather(owning, serving, return_exceptions=True)
+        await asyncio.gather(owning, serving, reloading, return_exceptions=True)
 
 
 async def _serve_admin(

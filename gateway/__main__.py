@@ -9,7 +9,8 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
+from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.model_check import check_model
@@ -27,8 +28,13 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
     add_log_options(parser)
     options = parser.parse_args()
+
+    def read(path: Path) -> Config:
+        return with_sized_goals(with_log_options(load_config(path), options))
+
     try:
-        config = with_sized_goals(with_log_options(load_config(options.config), options))
+        config = read(options.config)
+        file = ConfigFile(options.config, config, read, "gateway")
         token = shared_token()
         check_model(config, weights=False, fetch=ask_nobody)
     except ConfigError as error:
@@ -40,7 +46,7 @@ def main() -> int:
     from gateway.process import serve
 
     try:
-        return serve(config, token)
+        return serve(file, token)
     except (OSError, ValueError) as error:
         return refuse(error)
     except Exception as error:  # noqa: BLE001 -- the last line must be a reason, whatever it is

@@ -56,6 +56,7 @@ class PreforkServer:
         """Start all, announce when all are ready, and wait; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_reload)
         # All start in parallel; a pipe closed without a line means that its child failed.
         pipes = [self._fork(number, DELAY_MIN_S) for number in range(self._count)]
         words = [_read_line(pipe) for pipe in pipes]
@@ -82,6 +83,8 @@ class PreforkServer:
             os.setpgid(0, 0)
             for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, signal.SIG_DFL)
+            # A child that still starts reads its configuration anyway.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() == parent:
                 self._serve(lambda line: _write_line(write, line))
@@ -104,6 +107,12 @@ class PreforkServer:
             elif is_first:
                 # Its exit status says nothing about how the others stop.
                 del self._alive[pid]
+
+    def _on_reload(self, number: int, _frame: object) -> None:
+        """Forward the signal by which children read their configuration again."""
+        for pid in tuple(self._alive):
+            if not _is_dying(pid):
+                os.kill(pid, number)
 
     def _wait(self) -> int:
         worst = 0

@@ -22,7 +22,8 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.cache_salt import CacheSalts
-from coordinator.protocol.config import Config, GatewayConfig
+from coordinator.protocol.config import GatewayConfig
+from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
 from coordinator.protocol.terms import Tier
 from coordinator.protocol.tracing import start_tracing
@@ -32,6 +33,7 @@ from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import SharedStorage
 from gateway.batches.api import batch_routes
 from gateway.batches.setup import set_up_batches
+from gateway.config_reload import ConfigReload, targets_of
 from gateway.engine import app as vllm_app
 from gateway.engine import grammar, wire
 from gateway.engine.sandbox import ForkServer, Sandbox
@@ -79,25 +81,23 @@ class Gateway:
 
     def __init__(
         self,
-        config: Config,
+        file: ConfigFile,
         token: str,
         run_dir: Path,
         listener: socket.socket,
         announce: Announce,
     ) -> None:
         """Bind the token socket and connect the parts; call it in the event loop."""
-        self._config = config
+        self._config = config = file.config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
         self._spans = RequestSpans(tracing) if tracing is not None else None
         self._listener = listener
         self._print_line = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
-        self._meter = RequestMeter(
-            {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
-            config.usage.tenants_max,
-        )
+        self._meter = RequestMeter(targets_of(config.slo), config.usage.tenants_max)
         self._request_log = RequestLog(config.log, config.served_model_names)
+        self._reload = ConfigReload(file, self._meter, self._request_log)
         self._fleet = set_up_fleet(config, token, name, self._meter.registry_away)
         self._publisher = MetricsPublisher(self._fleet, self._meter, engine_families)
         self._relay = Relay(
@@ -161,6 +161,7 @@ class Gateway:
             asyncio.create_task(self._fleet.run(self._relay)),
             asyncio.create_task(self._tick(llm)),
             asyncio.create_task(_forever(self._keys.watch())),
+            asyncio.create_task(self._reload.run()),
         ]
         if self._batches is not None:
             desk = self._batches.desk
@@ -278,6 +279,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.ask)
 
     def _on_signal(self, number: int) -> None:
         assert self._edge is not None
@@ -355,15 +357,16 @@ def _unready(code: str, reason: str) -> Readiness:
 
 
 async def _run(
-    config: Config,
+    file: ConfigFile,
     token: str,
     front_end: vllm_app.FrontEndConfig,
     fork_server: ForkServer,
     listener: socket.socket,
     announce: Announce,
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
-        gateway = Gateway(config, token, Path(run_dir), listener, announce)
+    folder = file.config.run_dir or None
+    with tempfile.TemporaryDirectory(prefix="gateway-", dir=folder) as run_dir:
+        gateway = Gateway(file, token, Path(run_dir), listener, announce)
         await gateway.run(front_end, fork_server)
 
 
@@ -376,11 +379,12 @@ def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
         asyncio.run(work)
 
 
-def serve(config: Config, token: str) -> int:
+def serve(file: ConfigFile, token: str) -> int:
     """Run a gateway; return its exit code.
 
     Raises ValueError or OSError with a sentence if it cannot start.
     """
+    config = file.config
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
@@ -398,7 +402,7 @@ def serve(config: Config, token: str) -> int:
         # Fork before threads and sockets exist, so that no child inherits any.
         fork_server = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
         own = listen(host, port, shared=shared)
-        _run_loop(gateway.loop, _run(config, token, front_end, fork_server, own, announce))
+        _run_loop(gateway.loop, _run(file, token, front_end, fork_server, own, announce))
 
     if gateway.processes == 1:
         run(say, gateway.host, gateway.port, shared=False)

@@ -29,7 +29,10 @@ from coordinator.admin.page import page
 from coordinator.admin.usage import usage_view
 from coordinator.core.core import OPERATOR, Core
 from coordinator.model.events import ReinstateMode, RenewalWanted, SwitchWanted
+from coordinator.protocol.config import ConfigError
+from coordinator.protocol.config_file import RestartNeededError
 from coordinator.protocol.terms import Carry
+from coordinator.server.config_reload import ConfigReload
 from coordinator.server.core_actor import CoreActor
 from coordinator.telemetry.history import History
 from coordinator.telemetry.metrics import Metrics
@@ -66,6 +69,8 @@ class AdminContext:
     usage: UsageHistory = field(default_factory=lambda: UsageHistory(1, 1))
     """The usage of tenants since `started_s`, which is in Unix seconds."""
     started_s: float = field(default_factory=time.time)
+    reload: ConfigReload | None = None
+    """The configuration's file; None if there is none."""
 
 
 class SwitchBody(BaseModel):
@@ -119,6 +124,11 @@ def build_admin(context: AdminContext, keys: AdminKeys) -> AdminGuard:
         with logged_action(request, "renew", ranks=ranks):
             return await _renew(context, ranks)
 
+    @app.post("/admin/reload")
+    async def reload(request: Request) -> dict[str, Any]:
+        with logged_action(request, "reload"):
+            return await _reload(context)
+
     return AdminGuard(app, keys)
 
 
@@ -155,6 +165,7 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
     async def status() -> dict[str, Any]:
         return {
             **context.facts,
+            "config": None if context.reload is None else context.reload.view(),
             "gateways": len(context.owner.gateway_outboxes),
             **core.views.layout(),
             **core.views.ranks(clock()),
@@ -239,6 +250,19 @@ async def _renew(context: AdminContext, wanted: Sequence[int]) -> dict[str, Any]
         raise AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
     return context.core.views.layout()
+
+
+async def _reload(context: AdminContext) -> dict[str, Any]:
+    if context.reload is None:
+        text = "This coordinator has no configuration file: restart it with other settings."
+        raise AnswerError(400, "no_config_file", text)
+    try:
+        await context.reload.reload()
+    except RestartNeededError as error:
+        raise AnswerError(409, "restart_needed", str(error), error.fields[0]) from error
+    except ConfigError as error:
+        raise AnswerError(400, "invalid_config", str(error)) from error
+    return {"config": context.reload.view()}
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from coordinator.core.core import Core
 from coordinator.protocol.config import Config
 from coordinator.protocol.terms import Carry
 from coordinator.protocol.version import own_version
+from coordinator.server.config_reload import ConfigReload
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import Observers
 from coordinator.server.server import CellServer
@@ -46,9 +47,11 @@ class AdminPort:
         config: Config,
         coordinator_id: str,
         keys: AdminKeys,
+        reload: ConfigReload,
     ) -> None:
         self._core = core
         self._metrics = build_metrics(core, server, observers, config)
+        reload.on_change = lambda new: self._metrics.show_goals(new.slo)
         self._history = History(server.aggregator.tally)
         context = AdminContext(
             core=core,
@@ -61,6 +64,7 @@ class AdminPort:
             default_carry=Carry(config.coordinator.default_carry),
             facts=_facts(config, coordinator_id),
             usage=server.aggregator.usage,
+            reload=reload,
             started_s=time.time(),
         )
         self._server = _Server(

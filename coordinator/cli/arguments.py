@@ -265,7 +265,14 @@ def _add_operator_commands(commands: "Commands") -> None:
     explain = commands.add_parser("explain", help="why the cell has its layout")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
     explain.set_defaults(command=_explain)
-    for each in (status, switch, put_back, renew, explain):
+    reload = commands.add_parser(
+        "reload",
+        help="read the configuration file again",
+        description="Let the coordinator read its configuration file again: slo, policy, bounds of "
+        "tiers and log.level apply at once. Gateways follow their file by themselves.",
+    )
+    reload.set_defaults(command=_reload)
+    for each in (status, switch, put_back, renew, explain, reload):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
@@ -441,6 +448,12 @@ def _renew(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_renew
 
     return run_renew(options)
+
+
+def _reload(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_reload
+
+    return run_reload(options)
 
 
 def _explain(options: argparse.Namespace) -> int:

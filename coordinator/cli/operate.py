@@ -49,6 +49,10 @@ def run_status(options: argparse.Namespace) -> int:
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
     print(f"gateways {status['gateways']}   policy {status['policy']}")
+    if (config := status.get("config")) is not None:
+        print(f"config   {config['hash']}, read at {config['read_at']}")
+        if config["refusal"]:
+            print(f"         the file as it is now does not apply: {config['refusal']}")
     if status["out_of_service"]:
         print("\nout of service\n" + _out_table(status["out_of_service"]))
     print("\n" + _groups_table(status["groups"]))
@@ -89,6 +93,16 @@ def run_put_back(options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(answer)
     print(f"{options.mode} may serve again; {answer['layout']} serves, epoch {answer['epoch']}.")
+    return 0
+
+
+def run_reload(options: argparse.Namespace) -> int:
+    """Let the coordinator read its configuration file again."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    answer = client.post("/admin/reload", {})
+    if options.json:
+        return _print_json(answer)
+    print(f"configuration {answer['config']['hash']} applies.")
     return 0
 
 

@@ -20,6 +20,7 @@ from comm_pool.ports import LOOPBACK
 from coordinator.admin.key import KEY_VARIABLES
 from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
+from coordinator.cli.config_source import ConfigSource, follow, write_config
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.last_run import LastRun, remove_record, state_folder, write_record
@@ -28,7 +29,7 @@ from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
-from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
+from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.logs import is_request_line
 from coordinator.protocol.model_check import Memory, check_model
@@ -68,7 +69,10 @@ def run_up(options: argparse.Namespace) -> int:
         _require_free_ports(config)
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         visible = TerminalFilter(processes=options.verbose, requests=options.log_requests)
-        reason = asyncio.run(_serve(config, open_screen(), visible))
+        source = options.config and ConfigSource(
+            options.config, lambda: _with_goals(build_config(options, machine))
+        )
+        reason = asyncio.run(_serve(config, open_screen(), visible, source))
     finally:
         own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
@@ -145,11 +149,12 @@ class TerminalFilter:
         return self.requests if is_request_line(line) else self.processes
 
 
-async def _serve(config: Config, screen: Screen, visible: TerminalFilter) -> str:
+async def _serve(
+    config: Config, screen: Screen, visible: TerminalFilter, source: ConfigSource | None
+) -> str:
     """Serve until Ctrl-C or a failure; return the reason of the failure, or nothing."""
     config_file = Path(config.run_dir) / "config.yaml"
-    config_file.touch(mode=0o600)
-    config_file.write_text(dump_config(config))
+    write_config(config_file, config)
     started = time.monotonic()
     with screen:
         screen.say(
@@ -164,9 +169,11 @@ async def _serve(config: Config, screen: Screen, visible: TerminalFilter) -> str
             write_record(_record(config))
             _welcome(config, screen, time.monotonic() - started)
 
+        following = asyncio.create_task(follow(source, config_file, screen.say))
         try:
             status = await cell.run(functools.partial(_answers, ready_url), on_serving)
         finally:
+            following.cancel()
             remove_record(os.getpid())
     return (cell.reason or "the cell failed.") if status else ""
 
@@ -205,6 +212,10 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
             return "coordinator is up"
         case {"event": "gateway_ready"}:
             return "gateway is up"
+        case {"event": "config_read", "process": "coordinator", "changed": [*names]} if names:
+            return f"the configuration has changed: {', '.join(map(str, names))}"
+        case {"event": "config_refused", "process": "coordinator", "reason": reason}:
+            return f"the old configuration stays: {reason}"
         case {"event": "api_key_dropped", "reason": reason}:
             return f"warning: {reason}"
         case {"event": "worker_progress", "stage": "config", "done": 0}:

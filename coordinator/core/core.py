@@ -27,6 +27,7 @@ from coordinator.model.events import (
     RankReported,
     ReinstateMode,
     RenewalWanted,
+    SettingsChanged,
     SwitchRecorded,
     SwitchWanted,
     Tick,
@@ -152,6 +153,8 @@ class Core:
                 effects = self._switch_wanted(event, now_ms)
             case ReinstateMode() | RenewalWanted() | CellDrains():
                 effects = self._operated(event)
+            case SettingsChanged(settings):
+                effects = self._settings_changed(settings)
             case Tick():
                 effects = self._tick(now_ms)
             case _:
@@ -295,6 +298,12 @@ class Core:
             case CellDrains():
                 self._publisher.is_draining = True
                 return [note("cell_drains")]
+
+    def _settings_changed(self, settings: CoreSettings) -> list[Effect]:
+        self._pool.change_bounds(settings.queue, settings.ageing_ms)
+        if self._steering is not None and settings.policy is not None:
+            self._steering.change_settings(settings.policy.settings)
+        return [note("settings_changed")]
 
     def _lost(self, ranks: Iterable[Rank], now_ms: int) -> list[Effect]:
         effects: list[Effect] = []

@@ -11,6 +11,7 @@ from enum import Enum
 from comm_pool.layout import Layout, Rank
 from coordinator.model.observation_log import Line
 from coordinator.model.records import SwitchRecord
+from coordinator.model.settings import CoreSettings
 from coordinator.protocol.messages.gateway import GatewayDown, GatewayHello, GatewayToCore
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.messages.rank import RankDown, RankHello, Report
@@ -114,6 +115,13 @@ class CellDrains:
 
 
 @dataclass(frozen=True, slots=True)
+class SettingsChanged:
+    """New bounds of the queue and new settings of the policy; all other settings are the old."""
+
+    settings: CoreSettings
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; sent several times per heartbeat interval."""
 
@@ -130,6 +138,7 @@ Event = (
     | ReinstateMode
     | RenewalWanted
     | CellDrains
+    | SettingsChanged
     | Tick
 )
 

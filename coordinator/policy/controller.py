@@ -6,13 +6,13 @@ clock is an argument.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.model.events import Expected
 from coordinator.model.observation import GroupObservation, Observation, SwitchObservation
 from coordinator.model.observation_log import CostRecord, cost_record
-from coordinator.model.policy_settings import PolicyStart
+from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.model.records import SwitchRecord
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
@@ -75,6 +75,10 @@ class PolicyController:
     def horizon_ms(self) -> int:
         """The length of the forecast."""
         return self._start.settings.horizon_ms
+
+    def change_settings(self, settings: PolicySettings) -> None:
+        """Decide by other goals and limits from now on."""
+        self._start = replace(self._start, settings=settings)
 
     def reserved_groups(self, layout: Layout) -> dict[Rank, int]:
         """Return `layout`'s reserved groups: leader -> number of the most urgent tiers."""

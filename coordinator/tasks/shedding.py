@@ -29,10 +29,11 @@ PLACEMENTS_COUNTED_MAX = 1_024
 class Shedding:
     """Bounds the queue of a task pool and measures how fast it drains."""
 
-    __slots__ = ("_bounds", "_placed_ms", "has_groups")
+    __slots__ = ("_placed_ms", "bounds", "has_groups")
 
     def __init__(self, bounds: QueueBounds) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
+        """May change while tasks wait."""
         self._placed_ms: deque[int] = deque(maxlen=PLACEMENTS_COUNTED_MAX)
         self.has_groups = False
         """Whether the last round had groups to place into."""
@@ -44,14 +45,14 @@ class Shedding:
     def make_room(self, tasks: TaskTable, new: Task, now_ms: int) -> TaskFailed | None:
         """Return the task to refuse so that `new` can wait, maybe `new`; None if there is room."""
         queue, tier = tasks.queue, new.header.tier
-        tier_max = self._bounds.of(tier).tasks_max
+        tier_max = self.bounds.of(tier).tasks_max
         retry_s = self.retry_after_s(queue, tier, now_ms)
         if tier_max is not None and queue.count(tier) >= tier_max:
             reason = (
                 f"{queue.count(tier)} requests of this tier are waiting already: try again later."
             )
             return TaskFailed(_of_longest_line(tasks, new), "queue_full", reason, retry_s)
-        if len(queue) < self._bounds.tasks_max:
+        if len(queue) < self.bounds.tasks_max:
             return None
         for lower in sorted(Tier, reverse=True):
             if lower <= tier:
@@ -67,7 +68,7 @@ class Shedding:
         """Return the tasks that exceeded the wait limit for their first placement."""
         found = []
         for tier in Tier:
-            wait_ms = self._bounds.of(tier).wait_ms
+            wait_ms = self.bounds.of(tier).wait_ms
             if wait_ms is None or not tasks.queue.count(tier):
                 continue
             late = [

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from comm_pool.layout import Rank
 from coordinator.model.events import Effect, ToGateway, ToRank, warning
-from coordinator.model.settings import PoolLimits
+from coordinator.model.settings import PoolLimits, QueueBounds
 from coordinator.protocol.messages.gateway import (
     Resubmit,
     Submit,
@@ -89,6 +89,11 @@ class TaskPool:
     def tasks(self) -> TaskTable:
         """The unfinished tasks; callers must not change them."""
         return self._tasks
+
+    def change_bounds(self, queue: QueueBounds, ageing_ms: int) -> None:
+        """Bound the queue by other numbers from now on; queued tasks stay."""
+        self._shedding.bounds = queue
+        self._tasks.queue.ageing_ms = ageing_ms
 
     def take_carried(self) -> Counter[Carry]:
         """Return how many tasks each carry plan affected since the last call."""

@@ -52,10 +52,11 @@ class TaskQueue:
     O(tenants).
     """
 
-    __slots__ = ("_ageing_ms", "_clocks", "_counts", "_lines", "_placed_since_promotion")
+    __slots__ = ("_clocks", "_counts", "_lines", "_placed_since_promotion", "ageing_ms")
 
     def __init__(self, ageing_ms: int) -> None:
-        self._ageing_ms = ageing_ms
+        self.ageing_ms = ageing_ms
+        """May change while tasks wait."""
         self._lines: dict[Tier, dict[str, _Line]] = {tier: {} for tier in Tier}
         self._clocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         """Virtual time: tokens charged to the least served tenant at the last placement."""
@@ -114,7 +115,7 @@ class TaskQueue:
         """Charge a task that is about to be placed to its tenant, once per task."""
         tier = task.header.tier
         urgent = any(self.count(other) for other in Tier if other < tier)
-        is_promoted = urgent and now_ms - task.arrived_ms >= self._ageing_ms
+        is_promoted = urgent and now_ms - task.arrived_ms >= self.ageing_ms
         self._placed_since_promotion = 0 if is_promoted else self._placed_since_promotion + 1
         if task.is_charged:
             return
@@ -169,7 +170,7 @@ class TaskQueue:
         return first[2] if is_aged else None
 
     def _lift(self, tier: Tier, entry: _Entry, now_ms: int) -> int:
-        return max(tier - (now_ms - entry.arrived_ms) // self._ageing_ms, Tier.INTERACTIVE)
+        return max(tier - (now_ms - entry.arrived_ms) // self.ageing_ms, Tier.INTERACTIVE)
 
     def _forget_idle(self, tier: Tier) -> None:
         lines = self._lines[tier]

@@ -6,7 +6,7 @@ calls this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -68,9 +68,14 @@ class Metrics:
         self.watcher = watcher
         self.prediction_tracker = prediction_tracker
         self._registry = CollectorRegistry()
-        self._registry.register(_CellCollector(self, views, facts or Facts()))
+        self._collector = _CellCollector(self, views, facts or Facts())
+        self._registry.register(self._collector)
         ProcessCollector(registry=self._registry)
         self._rendered: tuple[int, bytes] | None = None
+
+    def show_goals(self, slo: SloConfig) -> None:
+        """Export other objectives from now on."""
+        self._collector.facts = replace(self._collector.facts, slo=slo)
 
     def render(self) -> bytes:
         """Return the exposition text, which is at most `CACHED_MS` old."""
@@ -85,7 +90,7 @@ class _CellCollector(Collector):
     def __init__(self, metrics: Metrics, views: Views, facts: Facts) -> None:
         self._metrics = metrics
         self._views = views
-        self._facts = facts
+        self.facts = facts
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: names are unique by construction, and collecting needs a running core."""
@@ -101,7 +106,7 @@ class _CellCollector(Collector):
         yield from exposition.use_metrics(self._views.decisions(DECISIONS_MAX))
         yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
-        model = self._facts.model
+        model = self.facts.model
         yield from exposition.engine_metrics(layout, ranks, model)
         watcher, tally = self._metrics.watcher, self._metrics.aggregator.tally
         yield from exposition.tally_metrics(watcher.tally.families(), model)
@@ -120,20 +125,20 @@ class _CellCollector(Collector):
         ]
         yield from exposition.tally_metrics(families, model)
         yield from exposition.gen_ai_metrics(tally, model)
-        if self._facts.has_tenants:
+        if self.facts.has_tenants:
             yield from exposition.tenant_metrics(self._metrics.aggregator.usage.totals)
 
     def _facts_metrics(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(
             "aileron_build_info", "This build; always 1.", labels=("version", "model")
         )
-        info.add_metric((self._facts.version, self._facts.model), 1)
+        info.add_metric((self.facts.version, self.facts.model), 1)
         yield info
         targets = GaugeMetricFamily(
             "aileron_slo_target_seconds", "The objectives of each tier.", labels=("tier", "measure")
         )
         for tier in TIERS:
-            target = getattr(self._facts.slo, tier)
+            target = getattr(self.facts.slo, tier)
             for measure, value_ms in (("ttft", target.ttft_ms), ("tpot", target.tpot_ms)):
                 if value_ms is not None:
                     targets.add_metric((tier, measure), value_ms / 1_000)

@@ -1,10 +1,19 @@
 """The adaptive policy within the core: it asks for switches, gives way to operators, explains."""
 
+import dataclasses
 from typing import Any
 
 from comm_pool.layout import Rank
-from coordinator.model.events import ForecastMade, Observed, SwitchWanted, Tick, ToLauncher
+from coordinator.model.events import (
+    ForecastMade,
+    Observed,
+    SettingsChanged,
+    SwitchWanted,
+    Tick,
+    ToLauncher,
+)
 from coordinator.model.policy_settings import PolicyStart
+from coordinator.model.settings import CoreSettings
 from coordinator.protocol.terms import Carry
 from tests.harness.coordinator.policy_cells import SETTINGS, TIMES, decisions, serving, wait
 from tests.transcripts.cell import Cell
@@ -76,3 +85,16 @@ def test_what_the_serving_layout_promises_is_told_also_where_an_operator_chose()
     assert idle.tier == "standard"
     assert 0.0216 <= idle.tpot_s < 0.03, "a step of one task, by the step times given"
     assert idle.attainment > 0.9
+
+
+def test_other_settings_of_the_policy_hold_from_now_on() -> None:
+    cell = serving()
+    cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
+    shorter = dataclasses.replace(SETTINGS, pin_ms=1_000)
+    start = PolicyStart(shorter, (1, 2, 4))
+    cell.event(SettingsChanged(CoreSettings(world=4, layout=cell.layout("dp4"), policy=start)))
+    cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
+    wait(cell, 800)
+    assert cell.core.views.layout()["target"] == "dp4"
+    wait(cell, 3_000)
+    assert cell.core.views.layout()["target"] == "tp4", "it has still the step times of its start"

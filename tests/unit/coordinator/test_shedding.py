@@ -135,3 +135,14 @@ def test_a_failed_task_is_not_revived_by_a_repetition(pool: TaskPool) -> None:
     (again,) = add(pool, "b7", Tier.BATCH)
     assert again.code == "tier_capacity"
     assert TaskId("b7") not in pool.tasks
+
+
+def test_other_bounds_hold_from_now_on(pool: TaskPool) -> None:
+    for n in range(4):
+        assert add(pool, str(n), Tier.INTERACTIVE) == []
+    pool.change_bounds(QueueBounds(8, {Tier.INTERACTIVE: TierBounds(5, 1_000)}), 1_000)
+    assert add(pool, "fifth", Tier.INTERACTIVE) == []
+    (failure,) = add(pool, "sixth", Tier.INTERACTIVE)
+    assert (failure.task, failure.code) == ("sixth", "queue_full")
+    pool.change_bounds(QueueBounds(8, {Tier.INTERACTIVE: TierBounds(1, 1_000)}), 1_000)
+    assert len(pool.tasks) == 5, "queued tasks stay"
