@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coordinator.cli.reasons import reason_in, reason_of_event, restarts_rank
-from coordinator.protocol.logs import is_request_line
+from coordinator.protocol.request_line import is_request_line
 
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 1024 * 1024

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from coordinator.cli.errors import CliError
 from coordinator.protocol.config import Config, dump_config
-from coordinator.protocol.config_file import CHECK_EVERY_S
+
+CHECK_EVERY_S = 1.0
+"""Interval of looks at the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
-from coordinator.protocol.logs import is_request_line
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
+from coordinator.protocol.request_line import is_request_line
 from coordinator.protocol.sized_goals import with_sized_goals
 
 STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}

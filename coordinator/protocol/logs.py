@@ -19,10 +19,6 @@ FAILED_EVENTS = frozenset(
 )
 """Events whose exception may quote a request: only its type and traceback are logged."""
 
-REQUEST_LINE_START = '{"event":"request"'
-REQUEST_CONSOLE_WORDS = "[request]"
-"""By these the line of a request is known in either format, before it is parsed."""
-
 NUMBERS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -60,11 +56,6 @@ _gate = _Gate()
 def number_of(level: LogLevel) -> int:
     """Return the standard library's number of a level."""
     return NUMBERS[level]
-
-
-def is_request_line(line: str) -> bool:
-    """Return whether a line of a gateway's log is that of a request."""
-    return line.startswith(REQUEST_LINE_START) or REQUEST_CONSOLE_WORDS in line[:64]
 
 
 def without_words(

@@ -54,7 +54,7 @@ class CellLog:
             self._compare_ranks()
         elif isinstance(event, Tick):
             self._compare_ranks()
-            self._log_measured(now_ms)
+            self._log_phases(now_ms)
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
         """Log the end of a switch."""
@@ -81,7 +81,7 @@ class CellLog:
                 )
         self._epoch = self._views.epoch
 
-    def _log_measured(self, now_ms: int) -> None:
+    def _log_phases(self, now_ms: int) -> None:
         due = {epoch for epoch, at_ms in self._unmeasured.items() if at_ms <= now_ms}
         if not due:
             return

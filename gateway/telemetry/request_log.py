@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 import msgspec
 
 from coordinator.protocol.log_config import LogConfig, LogFormat
-from coordinator.protocol.logs import REQUEST_CONSOLE_WORDS, number_of
+from coordinator.protocol.logs import number_of
+from coordinator.protocol.request_line import CONSOLE_WORDS, EVENT
 from coordinator.protocol.terms import Tier
 from gateway.admission.tiers import tier_name
 from gateway.errors import RequestState
 from gateway.telemetry.meter import CLIENT_GONE_STATUS
 
-EVENT = "request"
 LEVEL = "info"
 LOGGER = "gateway.requests"
 CLIENT_GONE = "client_gone"
@@ -170,7 +170,7 @@ def _text(line: RequestLine, form: LogFormat) -> str:
         return msgspec.json.encode(line).decode() + "\n"
     fields = msgspec.to_builtins(line)
     about = " ".join(f"{name}={fields[name]}" for name in list(fields)[4:])
-    return f"{line.timestamp} [{line.level:<9}] {REQUEST_CONSOLE_WORDS} {about}\n"
+    return f"{line.timestamp} [{line.level:<9}] {CONSOLE_WORDS} {about}\n"
 
 
 def _to_stderr(text: str) -> None:

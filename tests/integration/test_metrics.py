@@ -52,6 +52,7 @@ SERIES_MAX = 1_500
 LAG_TURNS, LAG_MAX_S = 9, 1.0
 OCCASIONAL = (
     *("aileron_policy_", "aileron_probe_", "aileron_mode_out_of_service", "aileron_best_layout"),
+    "aileron_tenant_tokens",
     "vllm:tool_call_parser_invocations",
 )
 """Start of names that exist once what they measure has occurred, as docs/metrics.md says."""

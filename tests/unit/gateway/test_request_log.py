@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, new_secret
 from coordinator.protocol.log_config import LogConfig
-from coordinator.protocol.logs import is_request_line
 from coordinator.protocol.metrics_wire import TENANT_REQUESTS
+from coordinator.protocol.request_line import is_request_line
 from coordinator.protocol.terms import Tier
 from gateway.admission.keyring import KeyRing
 from gateway.errors import RequestState

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gateway.telemetry.request_log import EVENT, LEVEL, RequestLine
+from coordinator.protocol.request_line import EVENT
+from gateway.telemetry.request_log import LEVEL, RequestLine
 from tests.harness.logs.events_of_code import (
     ANNOUNCED,
     ROOT,
