@@ -259,7 +259,7 @@ async def _reload(context: AdminContext) -> dict[str, Any]:
     try:
         await context.reload.reload()
     except RestartNeededError as error:
-        raise AnswerError(409, "restart_needed", str(error), error.fields[0]) from error
+        raise AnswerError(409, "restart_needed", _sentence(str(error)), error.fields[0]) from error
     except ConfigError as error:
         raise AnswerError(400, "invalid_config", str(error)) from error
     return {"config": context.reload.view()}

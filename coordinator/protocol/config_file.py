@@ -35,11 +35,11 @@ log = structlog.get_logger(__name__)
 class RestartNeededError(ConfigError):
     """The file changes settings that apply only after a restart; `fields` are their names."""
 
-    def __init__(self, path: Path, fields: tuple[str, ...]) -> None:
+    def __init__(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
         super().__init__(
-            f"{path} changes {', '.join(fields)}: restart to apply that, or take it back to apply "
-            "the rest."
+            f"the configuration changes {', '.join(fields)}: restart to apply that, or take it "
+            "back to apply the rest."
         )
 
 
@@ -113,7 +113,7 @@ class ConfigFile:
             new = self._read(self._path)
             change = change_between(self.config, new)
             if change.others:
-                raise RestartNeededError(self._path, change.others)
+                raise RestartNeededError(change.others)
         except ConfigError as error:
             self.refusal = str(error)
             raise

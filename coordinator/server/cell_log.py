@@ -95,7 +95,7 @@ class CellLog:
                     "switch_measured",
                     epoch=switch["epoch"],
                     **phases,
-                    gap_ms_max=switch["gap_ms_max"],
+                    gap_ms_max=round(switch["gap_ms_max"], 3),
                     reshard_bytes=switch["reshard_bytes"],
                     tasks=tasks,
                 )

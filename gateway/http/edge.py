@@ -169,7 +169,7 @@ class Edge:
         """Add an answer that has ended to its tenant's usage, and log it."""
         request = answer.request
         if route in OPERATION_OF_ROUTE and answer.tenant is not None:
-            self._meter.used(answer.tenant, answer.tier, request)
+            self._meter.tenants.used(answer.tenant, answer.tier, request)
         asked = Asked(
             answer.request_id,
             method if route != OTHER_ROUTE else "other",

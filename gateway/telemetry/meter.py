@@ -11,24 +11,18 @@ from collections.abc import Mapping
 
 from coordinator.protocol.log_config import UsageConfig
 from coordinator.protocol.metrics_wire import (
-    ANONYMOUS_TENANT,
     CELL_MOVES,
     CHAT,
     CLIENT_RETRIES,
     DISCONNECTS,
     DURATION,
     ITL,
-    OTHER_TENANTS,
     REGISTRY_AWAY,
     REJECTIONS,
     REQUESTS,
     SLO_GOOD,
     SLO_TOTAL,
     STORAGE_AWAY,
-    TENANT_CACHED_TOKENS,
-    TENANT_OUTPUT_TOKENS,
-    TENANT_PROMPT_TOKENS,
-    TENANT_REQUESTS,
     TEXT,
     TIER_CLAMPED,
     TOKENS,
@@ -39,9 +33,10 @@ from coordinator.protocol.metrics_wire import (
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.terms import TaskId, Tier
 from gateway.admission.tiers import tier_name
-from gateway.errors import CODES, RequestState
+from gateway.errors import CODES
 from gateway.fleet.roster import MoveReason
 from gateway.open_requests import OpenRequest, family
+from gateway.telemetry.tenant_meter import TenantMeter
 
 CLIENT_GONE_STATUS = 499
 """nginx's status for a request whose client left."""
@@ -70,8 +65,7 @@ class RequestMeter:
     ) -> None:
         """Check tasks against these objectives; ignore tiers without one."""
         self.targets = targets or {}
-        self._tenants: set[str] = set()
-        self._tenants_max = tenants_max
+        self.tenants = TenantMeter(tenants_max)
         self._cells: dict[str, Tally] = {}
         self.tally = Tally()
         """Measures that belong to no cell."""
@@ -148,21 +142,6 @@ class RequestMeter:
             self.tally.count(REJECTIONS, reason if reason in CODES else OTHER_REASON, name)
         elif status == 200 and route in OPERATION_OF_ROUTE:
             self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
-
-    def used(self, tenant: str, tier: Tier, request: RequestState) -> None:
-        """Add an answer that has ended to its tenant's usage, in the cell that computed it."""
-        name = tenant or ANONYMOUS_TENANT
-        if name not in self._tenants:
-            if len(self._tenants) >= self._tenants_max:
-                name = OTHER_TENANTS
-            else:
-                self._tenants.add(name)
-        tally = self.of(request.cell if request.prompt_tokens else None)
-        labels = name, tier_name(tier)
-        tally.count(TENANT_REQUESTS, *labels)
-        tally.count(TENANT_PROMPT_TOKENS, *labels, by=request.prompt_tokens)
-        tally.count(TENANT_CACHED_TOKENS, *labels, by=request.cached_tokens)
-        tally.count(TENANT_OUTPUT_TOKENS, *labels, by=request.output_tokens)
 
     def retried(self, tier: Tier) -> None:
         """Count an answer to a request that its client marked as a retry."""

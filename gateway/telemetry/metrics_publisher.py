@@ -6,7 +6,7 @@ its ticks; pure.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from coordinator.protocol.metrics_wire import OWN, USAGE, Family, Measure, Measures, Series, Tally
@@ -18,6 +18,8 @@ PUBLISH_TICKS = 2
 
 With the time for which the coordinator serves a rendered text, a value is at most 1 s old.
 """
+USAGE_TICKS = 8
+"""Ticks between two messages with the usage of tenants, which may have thousands of series."""
 COORDINATORS_REMEMBERED = 1_024
 """Coordinators whose shares stay in memory; the least recently used are dropped first."""
 
@@ -45,6 +47,16 @@ class Fleet(Protocol):
 
     def session(self, cell: str) -> Session | None:
         """Return the session with a cell while it is up, else None."""
+
+
+class CellTallies(Protocol):
+    """Measures of streams, by the cell that computed them."""
+
+    def by_cell(self) -> list[tuple[str, Tally]]:
+        """Return each cell that had streams, with its tally."""
+
+    def forget(self, cell: str) -> None:
+        """Drop the tally of a cell that is gone for good."""
 
 
 class DeltaTracker:
@@ -97,33 +109,54 @@ class MetricsPublisher:
         self._fleet = fleet
         self._meter = meter
         self._engine = engine
-        self._tracker = DeltaTracker()
+        self._tracker, self._usage_tracker = DeltaTracker(), DeltaTracker()
         self._ticks = 0
 
     def tick(self) -> None:
         """Count a tick, and publish what is due."""
         self._ticks += 1
         if self._ticks % PUBLISH_TICKS == 0:
-            self.publish()
+            self._publish_metrics()
+        if self._ticks % USAGE_TICKS == 0:
+            self._publish_usage()
 
     def publish(self) -> None:
         """Publish everything now."""
+        self._publish_metrics()
+        self._publish_usage()
+
+    def _publish_metrics(self) -> None:
+        own = {"": self._meter.tally.families, "engine": self._engine}
+        self._publish(self._tracker, own, self._meter)
+
+    def _publish_usage(self) -> None:
+        tenants = self._meter.tenants
+        self._publish(self._usage_tracker, {"": tenants.tally.families}, tenants)
+
+    def _publish(
+        self,
+        tracker: DeltaTracker,
+        own: Mapping[str, Callable[[], Iterable[Family]]],
+        meter: CellTallies,
+    ) -> None:
+        """Send each cell its share: of its own streams, and at home of the gateway's sources."""
         home = self._fleet.home
         sessions: dict[str, Session] = {}
         if home is not None:
-            self._tracker.give(home.coordinator, self._meter.tally.families())
-            self._tracker.give(home.coordinator, self._engine(), source="engine")
+            for source, read in own.items():
+                tracker.give(home.coordinator, read(), source=source)
             sessions[home.coordinator] = home
-        for cell, tally in self._meter.by_cell():
+        for cell, tally in meter.by_cell():
             is_known = cell in self._fleet.cells
             session = self._fleet.session(cell) if is_known else home
             if session is None:
                 continue
-            self._tracker.give(session.coordinator, tally.families(), source=f"cell {cell}")
+            tracker.give(session.coordinator, tally.families(), source=f"cell {cell}")
             sessions[session.coordinator] = session
             if not is_known:
                 # The cell is gone for good, and the home cell has taken over its remaining growth.
-                self._meter.forget(cell)
-                self._tracker.forget(f"cell {cell}")
+                meter.forget(cell)
+                tracker.forget(f"cell {cell}")
         for coordinator, session in sessions.items():
-            session.send(self._tracker.message(coordinator))
+            if (message := tracker.message(coordinator)).families:
+                session.send(message)

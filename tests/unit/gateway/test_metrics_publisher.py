@@ -17,11 +17,13 @@ from coordinator.protocol.metrics_wire import (
 )
 from coordinator.protocol.terms import Tier
 from coordinator.telemetry.metrics_aggregator import MetricsAggregator
+from gateway.errors import RequestState
 from gateway.fleet.placement import preferred
 from gateway.fleet.roster import FORGOTTEN_AFTER_S, CellRoster
 from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import (
     PUBLISH_TICKS,
+    USAGE_TICKS,
     DeltaTracker,
     MetricsPublisher,
 )
@@ -211,3 +213,39 @@ def test_gateways_have_different_homes_which_they_keep() -> None:
         left = [each for each in cells if each != cell]
         moved = [name for name, home in homes.items() if preferred(name, left) != home]
         assert {homes[name] for name in moved} == {cell}, "the others stay at home"
+
+
+def requests_of(cells: Cells) -> dict[str, dict[str, int]]:
+    """Cell -> tenant -> requests."""
+    return {
+        name: {
+            row.tenant: row.counts["requests"]
+            for row in each.aggregator.usage.rows("day", 1, None, 0.0)
+        }
+        for name, each in cells.heard.items()
+    }
+
+
+def test_usage_goes_to_the_cell_that_computed_it_and_what_is_left_of_a_lost_one_home() -> None:
+    cells, meter = Cells("a", "b"), RequestMeter(tenants_max=2)
+    teller = MetricsPublisher(cells, meter, no_engine)
+    of_b, refused = RequestState(), RequestState()
+    of_b.cell = "b"
+    for tenant in ("acme", "", "third"):
+        meter.tenants.used(tenant, Tier.BATCH, of_b)
+    meter.tenants.used("acme", Tier.BATCH, refused)
+    assert requests_of(cells) == {"a": {}, "b": {}}
+    for _ in range(USAGE_TICKS):
+        teller.tick()
+    of_cell_b = {"acme": 1, "anonymous": 1, "other": 1}
+    assert requests_of(cells) == {"a": {"acme": 1}, "b": of_cell_b}
+    cells.cells.closed("b", 0.0)
+    meter.tenants.used("acme", Tier.BATCH, of_b)
+    teller.publish()
+    assert requests_of(cells) == {"a": {"acme": 1}, "b": of_cell_b}
+    cells.cells.found(["a"], 0.0)
+    assert cells.cells.forget((), FORGOTTEN_AFTER_S) == ["b"]
+    for _ in range(2):
+        teller.publish()
+        assert requests_of(cells) == {"a": {"acme": 2}, "b": of_cell_b}
+    assert meter.tenants.by_cell() == []

@@ -192,7 +192,7 @@ async def test_every_answer_has_one_line_without_text(
     written = "".join(lines.texts)
     assert SECRET_TEXT not in written
     assert KEY not in written
-    counted = meter.tally.series_of(TENANT_REQUESTS)
+    counted = meter.tenants.tally.series_of(TENANT_REQUESTS)
     assert {labels: each.value for labels, each in counted.items()} == {
         ("acme", "standard"): 5,
         ("tight", "standard"): 2,
