@@ -1,11 +1,52 @@
-{{/* The configuration of the processes. Arguments: root; role (coordinator, ranks or gateway); redis, its URL. */}}
+{{/*
+The configuration of the processes. Arguments: root; role (coordinator, ranks or gateway).
+Processes replace ${AILERON_REDIS_URL} and other variables by their environment's values, which come from Secrets.
+*/}}
 {{- define "aileron.config" -}}
 {{- $own := include (printf "aileron.config.%s" .role) . | fromYaml -}}
 {{- $fleet := include "aileron.fleet" . | fromYaml -}}
-{{- mergeOverwrite (deepCopy .root.Values.config) $own $fleet | toYaml -}}
+{{- $derived := include "aileron.config.derived" .root | fromYaml -}}
+{{- $model := include "aileron.config.model" .root | fromYaml -}}
+{{- mergeOverwrite $derived (deepCopy .root.Values.config) $own $fleet $model | toYaml -}}
 {{- end -}}
 
-{{/* How gateways find several cells: in Redis, or by the names of their pods. Arguments: root; redis. */}}
+{{/* Widths and the first layout follow from the ranks, as with `aileron up --ranks`. */}}
+{{- define "aileron.config.derived" -}}
+{{- $cell := .Values.config.cell | default dict -}}
+{{- $ranks := int (dig "ranks" 2 $cell) -}}
+{{- $widths := $cell.widths -}}
+{{- if not $widths -}}
+{{- $widths = list -}}
+{{- range $width := list 1 2 4 8 16 32 64 -}}
+{{- if le $width $ranks }}{{ $widths = append $widths $width }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- $parts := int (dig "weight_parts" 1 $cell) -}}
+{{- $widest := 1 -}}
+{{- range $width := $widths }}{{ $widest = max $widest (int $width) }}{{ end -}}
+{{- $layout := printf "dp%d" $ranks -}}
+{{- if and (gt $parts 1) (eq (mod $widest $parts) 0) -}}
+{{- $group := ternary (printf "tp%d" $widest) (printf "shift%dtp%d" (div $widest $parts) $parts) (eq $widest $parts) -}}
+{{- $groups := list -}}
+{{- range $_ := until (int (div $ranks $widest)) }}{{ $groups = append $groups $group }}{{ end -}}
+{{- $layout = join "+" $groups -}}
+{{- end -}}
+cell:
+  ranks: {{ $ranks }}
+  widths: {{ toJson $widths }}
+  layout: {{ $cell.layout | default $layout }}
+{{- end -}}
+
+{{/* A model that pods download lies in a folder, and keeps its id as its name. */}}
+{{- define "aileron.config.model" -}}
+{{- if .Values.models.download.enabled }}
+model:
+  path: {{ include "aileron.modelFolder" . }}
+  served_name: {{ .Values.config.model.served_name | default .Values.config.model.path }}
+{{- end }}
+{{- end -}}
+
+{{/* How gateways find several cells: in Redis, or by the names of their pods. Argument: root. */}}
 {{- define "aileron.fleet" -}}
 {{- $root := .root -}}
 {{- if include "aileron.severalCells" $root }}
@@ -13,7 +54,7 @@
 {{- $domain := printf "%s-cells.%s.svc:8002" $name $root.Release.Namespace -}}
 fleet:
   {{- if include "aileron.fleetInRedis" $root }}
-  redis: {{ dig "fleet" "redis" "" $root.Values.config | default (printf "%s/2" .redis) }}
+  redis: {{ dig "fleet" "redis" "" $root.Values.config | default "${AILERON_REDIS_URL}/2" }}
   advertise: "{host}.{{ $domain }}"
   {{- else }}
   cells:
@@ -33,7 +74,7 @@ yes
 {{- end -}}
 
 {{- define "aileron.fleetInRedis" -}}
-{{- if and (include "aileron.severalCells" .) (or .Values.redis.enabled (dig "fleet" "redis" "" .Values.config)) -}}
+{{- if and (include "aileron.severalCells" .) (or (include "aileron.hasRedis" .) (dig "fleet" "redis" "" .Values.config)) -}}
 yes
 {{- end -}}
 {{- end -}}
@@ -66,14 +107,14 @@ gateway:
   {{- if include "aileron.keysSecret" $root }}
   keys_file: /etc/aileron/keys/keys.yaml
   {{- end }}
-  {{- if and $root.Values.redis.enabled (not $set.rate_limit_storage) }}
-  rate_limit_storage: {{ .redis }}/0
+  {{- if and (include "aileron.hasRedis" $root) (not $set.rate_limit_storage) }}
+  rate_limit_storage: ${AILERON_REDIS_URL}/0
   {{- end }}
 {{- if $root.Values.batches.enabled }}
 batches:
   data_dir: /var/lib/aileron/batches
-  {{- if and $root.Values.redis.enabled (not (dig "batches" "storage" "" $root.Values.config)) }}
-  storage: {{ .redis }}/1
+  {{- if and (include "aileron.hasRedis" $root) (not (dig "batches" "storage" "" $root.Values.config)) }}
+  storage: ${AILERON_REDIS_URL}/1
   {{- end }}
 {{- end }}
 {{- end -}}
@@ -89,43 +130,6 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- end -}}
 {{- end -}}
 
-{{/* Refuses combinations that the product cannot serve; each sentence says what to change. */}}
-{{- define "aileron.check" -}}
-{{- $values := .Values -}}
-{{- $gateways := include "aileron.gatewaysMax" . | int -}}
-{{- $config := $values.config.gateway | default dict -}}
-{{- if not (dig "model" "path" "" $values.config) -}}
-{{- fail "No model: set config.model.path to a Hugging Face id, or to a folder of models.volume." -}}
-{{- end -}}
-{{- if and (not (include "aileron.keysSecret" .)) (not $config.insecure_no_auth) -}}
-{{- fail "No API keys: set auth.apiKeys (see `aileron key --help`), or config.gateway.insecure_no_auth: true to serve everyone who reaches the Service." -}}
-{{- end -}}
-{{- if and (include "aileron.keysSecret" .) (gt $gateways 1) (not $values.redis.enabled) (not (hasPrefix "redis" ($config.rate_limit_storage | default ""))) -}}
-{{- fail "Several gateways with API keys would each count requests per minute for itself: set redis.enabled: true, or config.gateway.rate_limit_storage to a redis:// URL." -}}
-{{- end -}}
-{{- if and $values.batches.enabled (gt $gateways 1) (not $values.redis.enabled) (not (hasPrefix "redis" (dig "batches" "storage" "" $values.config))) -}}
-{{- fail "Several gateways share batches through Redis: set redis.enabled: true, or config.batches.storage to a redis:// URL." -}}
-{{- end -}}
-{{- if and (eq $values.cell.autoscaling.type "keda") (not $values.metrics.serviceMonitor.enabled) -}}
-{{- fail "KEDA asks Prometheus for series with the labels that a ServiceMonitor gives them: set metrics.serviceMonitor.enabled: true, or cell.autoscaling.type: hpa." -}}
-{{- end -}}
-{{- if eq $values.gateway.placement "cell" -}}
-{{- if $values.gateway.autoscaling.enabled -}}
-{{- fail "gateway.autoscaling belongs to gateway.placement: deployment; cells are scaled by cell.autoscaling." -}}
-{{- end -}}
-{{- if dig "fleet" "redis" "" $values.config -}}
-{{- fail "config.fleet belongs to gateway.placement: deployment; a gateway in a cell's pod knows that cell alone." -}}
-{{- end -}}
-{{- else -}}
-{{- if and (ne $values.cell.autoscaling.type "none") (not (include "aileron.fleetInRedis" .)) -}}
-{{- fail "Gateways find cells that come and go in Redis: set redis.enabled: true, config.fleet.redis to a redis:// URL, or gateway.placement: cell." -}}
-{{- end -}}
-{{- if gt $gateways 256 -}}
-{{- fail "A cell takes 256 gateways at most: lower gateway.replicas, gateway.autoscaling.maxReplicas or config.gateway.processes." -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{/* The bytes of a quantity of memory, such as 512Mi. */}}
 {{- define "aileron.bytes" -}}
 {{- $text := kindIs "string" . | ternary . (printf "%d" (int64 .)) -}}
@@ -133,14 +137,14 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" $text -}}
 {{- $unit := trimPrefix $number $text -}}
 {{- if or (not $number) (not (hasKey $units $unit)) -}}
-{{- fail (printf "redis.resources.limits.memory: write %s as a number with k, M, G, Ki, Mi or Gi." $text) -}}
+{{- fail (printf "resources.limits.memory: write %s as a number with k, M, G, Ki, Mi or Gi." $text) -}}
 {{- end -}}
 {{- mulf (float64 $number) (get $units $unit) | int64 -}}
 {{- end -}}
 
 {{/* A digest of the files that the pods of a cell or a gateway read at start: its change rolls them. */}}
 {{- define "aileron.cellDigest" -}}
-{{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator" "redis" "redis")) (include "aileron.config" (dict "root" . "role" "ranks" "redis" "redis")) (.Files.Get "scripts/cell_probe.py") -}}
+{{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator")) (include "aileron.config" (dict "root" . "role" "ranks")) (.Files.Get "scripts/cell_probe.py") -}}
 {{- if eq .Values.gateway.placement "cell" -}}
 {{- $texts = append $texts (include "aileron.gatewayDigest" .) -}}
 {{- end -}}
@@ -148,5 +152,5 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- end -}}
 
 {{- define "aileron.gatewayDigest" -}}
-{{- include "aileron.config" (dict "root" . "role" "gateway" "redis" "redis") | sha256sum -}}
+{{- include "aileron.config" (dict "root" . "role" "gateway") | sha256sum -}}
 {{- end -}}

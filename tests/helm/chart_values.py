@@ -11,12 +11,15 @@ from pydantic.alias_generators import to_camel
 Object = dict[str, Any]
 """A part of a Kubernetes object, which Kubernetes checks itself."""
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTP]i?)?$")]
+QuantityOrNone = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?(m|k|[KMGTP]i?)?)?$")]
 Labels = dict[str, str]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[int, Field(ge=0)]
 NAMED_IMAGE = r"^[^:@]+(:[0-9]+/[^:@]+)?(:[\w.-]+|@sha256:[0-9a-f]{64})$"
 NOT_LATEST: dict[str, Any] = {"not": {"pattern": "(^|:)latest$"}}
 """A rollout must be of the image that was tested."""
+SecretKey = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+"""A key in a Secret."""
 TierName = Literal["interactive", "standard", "batch"]
 
 
@@ -33,19 +36,73 @@ class Image(_Values):
     pull_policy: Literal["Always", "IfNotPresent", "Never"]
 
 
+class OwnImage(_Values):
+    """What a component has in place of `image`; empty values are those of `image`."""
+
+    repository: str
+    tag: Annotated[str, Field(pattern=r"^[\w.-]*$", json_schema_extra=NOT_LATEST)]
+    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
+    pull_policy: Literal["", "Always", "IfNotPresent", "Never"]
+
+
 class Resources(_Values):
     requests: dict[str, Quantity | int]
     limits: dict[str, Quantity | int]
 
 
-class _Pods(_Values):
-    """What a section says of where its pods run."""
+class Timing(_Values):
+    """Timings of a probe; the chart has its own for what is left out."""
 
+    initial_delay_seconds: Seconds = 0
+    period_seconds: Count = 1
+    timeout_seconds: Count = 1
+    success_threshold: Count = 1
+    failure_threshold: Count = 1
+
+
+class ReadyProbes(_Values):
+    readiness: Timing
+    liveness: Timing
+
+
+class Probes(ReadyProbes):
+    startup: Timing
+
+
+class _Pods(_Values):
+    """Where pods run, and what users add to them."""
+
+    runtime_class_name: str
+    priority_class_name: str
+    pod_labels: Labels
     pod_annotations: Labels
     node_selector: Labels
     tolerations: list[Object]
     affinity: Object
     topology_spread_constraints: list[Object]
+    pod_spec: Object
+
+
+class _Workload(_Pods):
+    """Pods that stay."""
+
+    init_containers: list[Object]
+    sidecars: list[Object]
+    extra_volumes: list[Object]
+    update_strategy: Object
+    termination_grace_period_seconds: Seconds
+
+
+class _Container(_Values):
+    """What users add to a container."""
+
+    extra_env: list[Object]
+    extra_volume_mounts: list[Object]
+
+
+class _Process(_Container):
+    extra_env_from: list[Object]
+    probes: Probes
 
 
 class GatewayScaling(_Values):
@@ -55,7 +112,8 @@ class GatewayScaling(_Values):
     cpu_percent: Annotated[int, Field(ge=1, le=100)]
 
 
-class Gateway(_Pods):
+class Gateway(_Workload, _Process):
+    image: OwnImage
     placement: Literal["deployment", "cell"]
     replicas: Count
     pod_interface: Annotated[str, Field(pattern=r"^[\w.-]{1,15}$")]
@@ -63,7 +121,6 @@ class Gateway(_Pods):
     startup_seconds: Count
     resources: Resources
     autoscaling: GatewayScaling
-    extra_env: list[Object]
 
 
 class CellScaling(_Values):
@@ -77,36 +134,69 @@ class CellScaling(_Values):
     prometheus_address: Annotated[str, Field(pattern="^https?://")]
 
 
-class Coordinator(_Values):
+class Coordinator(_Process):
     resources: Resources
 
 
-class Ranks(_Values):
+class Ranks(_Process):
     resources: Resources
-    extra_env: list[Object]
 
 
-class Cell(_Pods):
+class Retention(_Values):
+    when_deleted: Literal["Retain", "Delete"]
+    when_scaled: Literal["Retain", "Delete"]
+
+
+class Cell(_Workload):
+    image: OwnImage
     startup_seconds: Count
-    shm_size: Quantity
+    shm_size: QuantityOrNone
+    gpu_resource: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$")]
+    claim_retention: Retention
     coordinator: Coordinator
     ranks: Ranks
     autoscaling: CellScaling
 
 
+AccessModes = list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]]
+
+
+class Download(_Values):
+    enabled: bool
+    revision: Annotated[str, Field(min_length=1)]
+    storage: Literal["cell", "shared"]
+    size: Quantity
+    storage_class: str
+    access_modes: AccessModes
+    existing_claim: str
+    timeout_seconds: Count
+
+
 class Models(_Values):
     volume: Object
-    mount_path: Annotated[str, Field(pattern="^/")]
+    mount_path: Annotated[str, Field(pattern="^/.*[^/]$")]
+    download: Download
+
+
+class Claim(_Values):
+    size: QuantityOrNone
+    storage_class: str
 
 
 class Cache(_Values):
     size_limit: Quantity
     volume: Object
+    claim: Claim
 
 
 class HuggingFace(_Values):
     offline: bool
     existing_secret: str
+    token_key: SecretKey
+
+
+class Secrets(_Values):
+    generate: bool
 
 
 class KeyEntry(_Values):
@@ -131,16 +221,30 @@ class KeyEntry(_Values):
 
 class ApiKeys(_Values):
     existing_secret: str
+    key: SecretKey
     keys: list[KeyEntry]
 
 
 class Auth(_Values):
     existing_secret: str
+    token_key: SecretKey
+    admin_key_key: SecretKey
+    viewer_key_key: SecretKey
+    metrics_key_key: SecretKey
     api_keys: ApiKeys
 
 
-class Redis(_Values):
+class ExternalRedis(_Values):
+    existing_secret: str
+    url_key: SecretKey
+
+
+class Redis(_Workload, _Container):
+    external: ExternalRedis
     enabled: bool
+    existing_secret: str
+    password_key: SecretKey
+    probes: ReadyProbes
     image: Annotated[str, Field(pattern=NAMED_IMAGE, json_schema_extra=NOT_LATEST)]
     resources: Resources
     storage: Annotated[str, Field(pattern=r"^([0-9]+[KMGT]i)?$")]
@@ -152,7 +256,19 @@ class Batches(_Values):
     existing_claim: str
     storage: Quantity
     storage_class: str
-    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]]
+    access_modes: AccessModes
+    same_node: bool
+
+
+class Jobs(_Pods):
+    image: OwnImage
+    resources: Resources
+
+
+class ServiceAccount(_Values):
+    create: bool
+    name: str
+    annotations: Labels
 
 
 class Service(_Values):
@@ -197,16 +313,21 @@ class ChartValues(_Values):
     image_pull_secrets: list[Object]
     name_override: str
     fullname_override: str
-    service_account_name: str
+    service_account: ServiceAccount
+    pod_security_context: Object
+    extra_env: list[Object]
+    extra_objects: list[Object]
     cells: Annotated[int, Field(ge=1, le=1000)]
     gateway: Gateway
     cell: Cell
     models: Models
     cache: Cache
     hugging_face: HuggingFace
+    secrets: Secrets
     auth: Auth
     redis: Redis
     batches: Batches
+    jobs: Jobs
     service: Service
     pod_disruption_budget: Switch
     metrics: Metrics

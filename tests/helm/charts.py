@@ -1,6 +1,7 @@
 """The chart as Helm renders it: for each of its example values, and for variations of them."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,94 @@ RELEASE, NAMESPACE = "chat", "llm"
 OLDEST_KUBERNETES, NEWEST_KUBERNETES = "1.29", "1.37"
 RENDER_LIMIT_S = 100
 
+REDIS_URL = "redis://:password@redis.example.com:6380"
+"""What AILERON_REDIS_URL may be, for readers of the configuration."""
+
 Object = dict[str, Any]
+
+_PODS: Object = {
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "high",
+    "podLabels": {"team": "llm", "app.kubernetes.io/name": "never"},
+    "podAnnotations": {"example.com/a": "b"},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "podSpec": {"schedulerName": "volcano", "dnsConfig": {"options": [{"name": "ndots"}]}},
+}
+_ADDED_CONTAINER: Object = {
+    "name": "added",
+    "image": "registry.example.com/added:1",
+    "command": ["sleep", "1"],
+    "resources": {
+        "requests": {"cpu": "1m", "memory": "1Mi"},
+        "limits": {"cpu": "1m", "memory": "1Mi"},
+    },
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+    "readinessProbe": {"exec": {"command": ["true"]}},
+    "livenessProbe": {"exec": {"command": ["true"]}},
+}
+_WORKLOAD: Object = {
+    **_PODS,
+    "initContainers": [{**_ADDED_CONTAINER, "name": "first"}],
+    "sidecars": [_ADDED_CONTAINER],
+    "extraVolumes": [{"name": "added", "emptyDir": {}}],
+    "terminationGracePeriodSeconds": 600,
+}
+_CONTAINER: Object = {
+    "extraEnv": [{"name": "ADDED", "value": "1"}],
+    "extraVolumeMounts": [{"name": "added", "mountPath": "/added"}],
+}
+_TIMES: Object = {"periodSeconds": 21, "timeoutSeconds": 11}
+_PROCESS: Object = {
+    **_CONTAINER,
+    "extraEnvFrom": [{"secretRef": {"name": "environment"}}],
+    "probes": {"startup": _TIMES, "readiness": _TIMES, "liveness": _TIMES},
+}
+EVERYTHING: Object = {
+    "serviceAccount": {"create": True, "annotations": {"example.com/role": "reader"}},
+    "extraEnv": [{"name": "OTHER_URL", "value": "http://example.com"}],
+    "extraObjects": [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": "{{ .Release.Name }}-added",
+                "labels": {
+                    "app.kubernetes.io/name": "aileron",
+                    "app.kubernetes.io/instance": "{{ .Release.Name }}",
+                    "app.kubernetes.io/managed-by": "Helm",
+                },
+            },
+        }
+    ],
+    "gateway": {
+        **_WORKLOAD,
+        **_PROCESS,
+        "updateStrategy": {"type": "Recreate"},
+    },
+    "cell": {
+        **_WORKLOAD,
+        "updateStrategy": {"type": "OnDelete"},
+        "gpuResource": "nvidia.com/mig-3g.40gb",
+        "coordinator": _PROCESS,
+        "ranks": {**_PROCESS, "resources": {"limits": {"nvidia.com/gpumem": 40_000}}},
+    },
+    "redis": {
+        **_WORKLOAD,
+        **_CONTAINER,
+        "updateStrategy": {"type": "OnDelete"},
+        "probes": {"readiness": _TIMES, "liveness": _TIMES},
+    },
+    "jobs": _PODS,
+}
+"""All that a user may add to pods."""
 
 VARIATIONS: dict[str, tuple[str, Object]] = {
     "kind": ("kind", {}),
@@ -38,15 +126,57 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
         {
             "cell": {"autoscaling": {"type": "hpa"}},
             "gateway": {"placement": "cell"},
-            "config": {"fleet": None},
             "redis": {
+                "external": None,
                 "enabled": True,
                 "storage": "",
                 "resources": {"limits": {"memory": 1_500_000_000}},
             },
             "batches": {"existingClaim": "shared"},
             "huggingFace": {"offline": False, "existingSecret": "hugging-face"},
+            "config": {"model": {"path": "acme/model"}},
             "models": {"volume": {"persistentVolumeClaim": None}},
+        },
+    ),
+    "everything that clusters add": ("8xgpu", EVERYTHING),
+    "a model for each cell": (
+        "8xgpu",
+        {
+            "config": {"model": {"path": "acme/model", "served_name": None}},
+            "models": {"volume": {"persistentVolumeClaim": None}, "download": {"enabled": True}},
+            "cache": {"claim": {"size": "100Gi", "storageClass": "fast"}},
+            "huggingFace": {"existingSecret": "hugging-face", "tokenKey": "hf"},
+            "secrets": {"generate": False},
+            "auth": {
+                "existingSecret": "auth",
+                "tokenKey": "cell",
+                "adminKeyKey": "admin",
+                "viewerKeyKey": "viewer",
+                "metricsKeyKey": "metrics",
+            },
+            "redis": {"existingSecret": "redis", "passwordKey": "redis"},
+        },
+    ),
+    "a model that pods share": (
+        "many-cells",
+        {
+            "config": {"model": {"path": "acme/model"}},
+            "gateway": {"image": {"repository": "registry.example.com/slim", "tag": "1.0"}},
+            "models": {
+                "volume": {"persistentVolumeClaim": None},
+                "download": {"enabled": True, "storage": "shared", "revision": "v2"},
+            },
+        },
+    ),
+    "a model in an image": (
+        "8xgpu",
+        {
+            "models": {
+                "volume": {
+                    "persistentVolumeClaim": None,
+                    "image": {"reference": "registry.example.com/models/qwen3-32b:1"},
+                }
+            }
         },
     ),
     "several cells on kind": (
@@ -162,15 +292,29 @@ class Release:
 
     def pods(self) -> Iterator[tuple[str, Object]]:
         """The workloads' names and pod templates."""
-        for each in self.of_kind("Deployment", "StatefulSet"):
+        for each in self.of_kind("Deployment", "StatefulSet", "Job"):
             yield each["metadata"]["name"], each["spec"]["template"]
         for each in self.of_kind("Pod"):
             yield each["metadata"]["name"], each
 
     def configurations(self) -> dict[str, str]:
-        """The configuration files by name."""
-        secret: dict[str, str] = self.one("Secret", "-config")["stringData"]
-        return secret
+        """The configuration files by name, with variables of the environment in their places."""
+        files: dict[str, str] = self.one("Secret", "-config")["stringData"]
+        texts = {}
+        for name, text in files.items():
+            assert set(re.findall(r"\$\{(\w+)\}", text)) <= {"AILERON_REDIS_URL"}
+            texts[name] = text.replace("${AILERON_REDIS_URL}", REDIS_URL)
+        return texts
+
+    def volumes(self, workload: str, pod: Object) -> dict[str, Object]:
+        """A pod's volumes by name, with those of the claims that each of its pods has."""
+        volumes = {each["name"]: each for each in pod["spec"].get("volumes", [])}
+        for each in self.of_kind("StatefulSet"):
+            if each["metadata"]["name"] == workload:
+                for claim in each["spec"].get("volumeClaimTemplates", []):
+                    assert claim["metadata"]["name"] not in volumes
+                    volumes[claim["metadata"]["name"]] = claim
+        return volumes
 
     @property
     def together(self) -> bool:

@@ -69,10 +69,12 @@ def policy_errors(template: Object) -> list[str]:
     if any("hostPath" in volume for volume in spec.get("volumes", [])):
         errors.append("a folder of the host is mounted")
     runs_once = spec.get("restartPolicy") == "Never"
+    first = [each["name"] for each in spec.get("initContainers", []) if "restartPolicy" not in each]
     for container in containers_of(template):
+        has_probes = not runs_once and container["name"] not in first
         errors += [
             f"{container['name']}: {error}"
-            for error in _container_errors(container, has_probes=not runs_once)
+            for error in _container_errors(container, has_probes=has_probes)
         ]
     return errors
 

@@ -1,7 +1,9 @@
 """What the rendered manifests tell the processes: the product's own readers must take it."""
 
 import ast
+import copy
 import json
+import os
 import re
 import shutil
 import socket
@@ -15,21 +17,15 @@ import redis
 import yaml
 import zmq
 
-from coordinator.admin.key import AdminKeys, Role
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_NAME
-from coordinator.protocol.config import (
-    TOKEN_CHARS_MIN,
-    TOKEN_ENV,
-    Config,
-    check_config,
-    shared_token,
-)
+from coordinator.protocol.config import Config, check_config
 from coordinator.protocol.keys import load_keys
 from tests.harness.cells.servers import free_port
 from tests.helm.charts import (
     CHART,
     NAMESPACE,
+    REDIS_URL,
     ROOT,
     Object,
     Release,
@@ -43,6 +39,7 @@ from tests.helm.charts import (
 ROLES = {"coordinator": "coordinator", "rank": "ranks", "gateway": "gateway"}
 """Command -> what its files are called after."""
 START_LIMIT_S = 30
+PASSWORD = "a-password_of-Redis"
 
 
 def configurations(release: Release) -> dict[str, Config]:
@@ -97,7 +94,12 @@ def test_processes_of_a_cell_are_told_the_same(release: Release) -> None:
 
 
 def test_what_the_user_configures_arrives(release: Release) -> None:
-    wanted = release.values["config"]
+    wanted = copy.deepcopy(release.values["config"])
+    if release.values["models"]["download"]["enabled"]:
+        # Pods find a model that they download in a folder; its name stays the id.
+        path = wanted["model"]["path"]
+        wanted["model"] |= {"path": f"/models/{path}"}
+        wanted["model"].setdefault("served_name", path)
     for name, config in configurations(release).items():
         told = config.model_dump(mode="json")
         assert_contains(told, wanted, name)
@@ -162,23 +164,36 @@ def test_gateways_find_every_cell(release: Release) -> None:
             assert fleet.cells == tuple(f"{name}.{domain}:8002" for name in names)
 
 
-def test_gateways_reach_the_redis_of_the_release_with_its_password(release: Release) -> None:
-    if not release.values["redis"]["enabled"]:
+def test_processes_reach_the_redis_that_the_values_name(release: Release) -> None:
+    """Its URL is in every process's environment, and no file holds its password."""
+    wanted = release.values["redis"]
+    if not (wanted["enabled"] or wanted["external"]["existingSecret"]):
         return
-    password = release.one("Secret", "-redis")["stringData"]["password"]
-    service = release.one("Service", "-redis")
-    host, port = (
-        f"{service['metadata']['name']}.{NAMESPACE}.svc",
-        service["spec"]["ports"][0]["port"],
-    )
+    for _, _, container in processes(release):
+        names = [each["name"] for each in container["env"]]
+        env = {each["name"]: each for each in container["env"]}
+        if wanted["enabled"]:
+            service = release.one("Service", "-redis")
+            host, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+            url = f"redis://:$(AILERON_REDIS_PASSWORD)@{host}.{NAMESPACE}.svc:{port}"
+            assert env["AILERON_REDIS_URL"]["value"] == url
+            # Kubernetes replaces a variable only by one that stands before it.
+            assert names.index("AILERON_REDIS_PASSWORD") < names.index("AILERON_REDIS_URL")
+            server = containers_of(release.one("StatefulSet", "-redis")["spec"]["template"])
+            (own,) = [each for each in server if each["name"] == "redis"]
+            password = {each["name"]: each for each in own["env"]}["REDISCLI_AUTH"]
+            assert env["AILERON_REDIS_PASSWORD"]["valueFrom"] == password["valueFrom"]
+        else:
+            assert env["AILERON_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {
+                "name": wanted["external"]["existingSecret"],
+                "key": wanted["external"]["urlKey"],
+            }
     for name, config in configurations(release).items():
-        own = "rate_limit_storage" in release.values["config"].get("gateway", {})
-        if name.startswith("gateway") and not own:
-            url = f"redis://:{password}@{host}:{port}"
-            assert config.gateway.rate_limit_storage == f"{url}/0"
+        assert config.fleet.redis in ("", f"{REDIS_URL}/2")
+        if name.startswith("gateway"):
+            assert config.gateway.rate_limit_storage == f"{REDIS_URL}/0"
             batches = release.values["batches"]["enabled"]
-            assert config.batches.storage == (f"{url}/1" if batches else "sqlite://")
-            assert config.fleet.redis in ("", f"{url}/2")
+            assert config.batches.storage == (f"{REDIS_URL}/1" if batches else "sqlite://")
 
 
 def test_zeromq_resolves_the_interface_that_gateways_are_told(release: Release) -> None:
@@ -192,25 +207,8 @@ def test_zeromq_resolves_the_interface_that_gateways_are_told(release: Release) 
         assert tokens.get_string(zmq.LAST_ENDPOINT).startswith("tcp://127.0.0.1:")
 
 
-def test_secrets_are_taken_by_the_product(
-    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_in_values_are_taken_by_the_product(release: Release, tmp_path: Path) -> None:
     for secret in release.of_kind("Secret"):
-        if secret["metadata"]["name"].endswith("-auth"):
-            data = secret["data"]
-            for value in data.values():
-                assert len(value) > TOKEN_CHARS_MIN
-            monkeypatch.setenv(TOKEN_ENV, data["token"])
-            assert shared_token() == data["token"]
-            roles = {
-                Role.OPERATOR: data["admin-key"],
-                Role.VIEWER: data["viewer-key"],
-                Role.METRICS: data["metrics-key"],
-            }
-            keys = AdminKeys({role.variable: key for role, key in roles.items()})
-            keys.require("0.0.0.0")
-            assert {keys.role_of(key.encode()): key for key in roles.values()} == roles
-            assert data["token"] not in roles.values()
         if "keys.yaml" in secret.get("stringData", {}):
             file = tmp_path / "keys.yaml"
             file.write_text(secret["stringData"]["keys.yaml"])
@@ -233,8 +231,8 @@ def test_keys_are_mounted_where_gateways_look(release: Release) -> None:
 
 
 def test_everything_that_is_written_goes_to_a_volume(release: Release) -> None:
-    for _, pod, container in processes(release):
-        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+    for workload, pod, container in processes(release):
+        volumes = release.volumes(workload, pod)
         writable = {
             each["mountPath"]
             for each in container["volumeMounts"]
@@ -271,7 +269,7 @@ def test_streams_are_drained_before_a_pod_is_killed(release: Release) -> None:
         "initContainers", []
     )
     # Kubernetes ends sidecars after the containers, and the last one first.
-    names = [each["name"] for each in sidecars if each["restartPolicy"] == "Always"]
+    names = [each["name"] for each in sidecars if each.get("restartPolicy") == "Always"]
     assert names == (["coordinator", "ranks"] if release.together else [])
 
 
@@ -347,15 +345,23 @@ def test_redis_starts_with_the_rendered_file(tmp_path: Path) -> None:
     server = shutil.which("redis-server")
     if server is None:
         pytest.skip("NOT TESTED: no redis-server on PATH (Debian: apt-get install redis-server).")
-    secret = releases()["kind"].one("Secret", "-redis")["stringData"]
+    config = releases()["kind"].one("ConfigMap", "-redis")["data"]["redis.conf"]
+    pod = releases()["kind"].one("StatefulSet", "-redis")["spec"]["template"]
+    (shell, option, script) = pod["spec"]["containers"][0]["command"]
     file, port = tmp_path / "redis.conf", free_port()
-    assert "\ndir /data\n" in secret["redis.conf"]
-    file.write_text(secret["redis.conf"].replace("/data", str(tmp_path)))
-    command = [server, str(file), "--port", str(port), "--bind", "127.0.0.1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
+    assert "\ndir /data\n" in config
+    config = config.replace("/data", str(tmp_path)).replace("port 6379", f"port {port}")
+    file.write_text(config)
+    command = [shell, option, script.replace("/etc/redis/redis.conf", str(file))]
+    env = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": PASSWORD}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
         try:
             wait_for_port(port, process)
-            with redis.Redis(port=port, password=secret["password"]) as client:
+            # The shell is Redis by now, so that Kubernetes' signals reach it.
+            arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            assert arguments.startswith(b"redis-server")
+            assert PASSWORD.encode() not in arguments
+            with redis.Redis(port=port, password=PASSWORD) as client:
                 assert client.ping()
                 assert client.config_get("appendonly") == {"appendonly": "yes"}
                 assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
@@ -379,7 +385,7 @@ def test_redis_is_full_before_its_container_is() -> None:
     most = {"1Gi": 751_619_276, "1.5G": 1_050_000_000, 2_000_000_000: 1_400_000_000, None: None}
     answers = ask_helm(*(limiting_redis(each) for each in most))
     for answer, expected in zip(answers, most.values(), strict=True):
-        text = "".join(text for path, text in answer["rendered"].items() if "config.yaml" in path)
+        text = "".join(text for path, text in answer["rendered"].items() if "redis.yaml" in path)
         found = re.findall(r"^ *maxmemory (\d+)$", text, re.MULTILINE)
         assert found == ([] if expected is None else [str(expected)])
 

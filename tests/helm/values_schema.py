@@ -5,11 +5,14 @@ and without what the chart decides itself: addresses, ports and folders.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from coordinator.cli.launch import OWN_OPTIONS
 from coordinator.protocol import config
 from coordinator.protocol.config_schema import model_texts, without_titles
+from coordinator.protocol.engine_options import NOT_OFFERED
 from tests.helm.chart_values import ChartValues
 
 SCHEMA = Path(__file__).resolve().parents[2] / "helm" / "values.schema.json"
@@ -35,6 +38,8 @@ def values_schema() -> Schema:
     product = config.Config.model_json_schema()
     definitions: Schema = {**values.pop("$defs"), **product.pop("$defs"), "Config": product}
     assert len(definitions) == len(values_definitions()) + len(product_definitions()) + 1
+    engine_args = definitions["ModelConfig"]["properties"]["engine_args"]["items"]
+    engine_args["not"] = {"pattern": f"^({'|'.join(map(re.escape, refused_options()))})(=|$)"}
     texts = model_texts()
     for name, definition in definitions.items():
         properties = definition.get("properties", {})
@@ -51,6 +56,12 @@ def values_schema() -> Schema:
     plain: Schema = {"$schema": DIALECT, "title": "aileron", **without_titles(values)}
     plain["$defs"] = without_titles(dict(sorted(definitions.items())))
     return plain
+
+
+def refused_options() -> list[str]:
+    """vLLM's options that every process of a cell refuses, by one of their names."""
+    names = {*NOT_OFFERED, *OWN_OPTIONS, "--enable-lora", "--speculative-config"}
+    return sorted({*names, "--kv-transfer-config"})
 
 
 def values_definitions() -> Schema:
