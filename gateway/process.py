@@ -50,6 +50,7 @@ from gateway.sockets import Inbox, Sockets, listen
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import MetricsPublisher
+from gateway.telemetry.own_metrics import GatewayState, MetricsServer, OwnMetrics
 from gateway.telemetry.request_log import RequestLog
 
 DRAIN_S = 30.0
@@ -123,9 +124,12 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
+        self._own_metrics = OwnMetrics(TICK_S)
+        self._connections_max = 0
 
     async def run(self, front_end: vllm_app.FrontEndConfig, fork_server: ForkServer) -> None:
         """Serve until a signal arrives."""
+        metrics_server = self._serve_metrics()
         sandbox = Sandbox(fork_server)
         self._sockets.send_ready(wire.ready_frame(front_end.vllm))
         inboxes = (
@@ -179,6 +183,8 @@ class Gateway:
                 await self._batches.desk.close()
                 await self._batches.store.close()
             await self._replays.close()
+            if metrics_server is not None:
+                await asyncio.to_thread(metrics_server.close)
             llm.shutdown()
             sandbox.close()
             for inbox in inboxes:
@@ -190,12 +196,36 @@ class Gateway:
         if self._bug is not None:
             raise self._bug
 
+    def _serve_metrics(self) -> MetricsServer | None:
+        gateway = self._config.gateway
+        if not gateway.metrics_listen:
+            return None
+        return self._own_metrics.serve(gateway.metrics_listen, gateway.processes)
+
+    def _state(self) -> GatewayState:
+        """Return what this process's own metrics show."""
+        assert self._edge is not None, "ticks begin after the edge exists."
+        assert self._server is not None, "ticks begin after the server exists."
+        gateway = self._config.gateway
+        return GatewayState(
+            is_ready=self._is_ready(),
+            is_draining=self._edge.draining,
+            open_requests=self._edge.requests,
+            open_requests_max=max(1, gateway.requests_max // gateway.processes),
+            connections=len(self._server.server_state.connections),
+            connections_max=self._connections_max,
+            cells=len(self._fleet.cells.up),
+            keys=self._keys.count,
+            keys_are_outdated=self._keys.is_outdated,
+            batches=len(self._published_batches),
+            requests=self._meter.requests(),
+        )
+
     def _serving(self, edge: Edge) -> "_Server":
         gateway = self._config.gateway
-        limits = ConnectionLimits(
-            _connections_max(max(1, gateway.connections_max // gateway.processes)),
-            gateway.connections_per_address_max,
-        )
+        wanted = max(1, gateway.connections_max // gateway.processes)
+        self._connections_max = _connections_max(wanted)
+        limits = ConnectionLimits(self._connections_max, gateway.connections_per_address_max)
         return _Server(
             self._announce,
             uvicorn.Config(
@@ -265,6 +295,7 @@ class Gateway:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
             self._publisher.tick()
+            self._own_metrics.tick(self._state())
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped: see the log above.")
 

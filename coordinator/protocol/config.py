@@ -193,6 +193,16 @@ class GatewayConfig(_Frozen):
     """Most open connections over all processes; the gateway answers one more with 503 at once."""
     connections_per_address_max: int = Field(default=0, ge=0)
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
+    metrics_listen: str = ""
+    """host:port where a gateway process serves its own metrics to everyone, at /metrics; several
+    processes take the ports from there. Empty serves none."""
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        host, _, port = self.metrics_listen.rpartition(":")
+        if self.metrics_listen and not (host and port.isdecimal() and int(port) <= 65_535):
+            raise ValueError("metrics_listen must be host:port, such as 127.0.0.1:8004, or empty.")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

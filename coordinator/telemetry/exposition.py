@@ -47,8 +47,8 @@ def layout_metrics(layout: View) -> Iterator[Metric]:
     yield _gauge(
         "aileron_layout_info",
         "The layout that serves; always 1.",
-        ("layout", "epoch"),
-        [((layout["layout"] or "none", str(layout["epoch"])), 1)],
+        ("layout",),
+        [((layout["layout"] or "none",), 1)],
     )
     yield _plain("aileron_serving", "1 if every rank serves the wanted layout.", layout["serving"])
     yield _plain("aileron_epoch", "The epoch of the wanted layout.", layout["epoch"])

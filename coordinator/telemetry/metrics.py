@@ -91,6 +91,7 @@ class _CellCollector(Collector):
         self._metrics = metrics
         self._views = views
         self.facts = facts
+        self._has_served = False
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: names are unique by construction, and collecting needs a running core."""
@@ -102,6 +103,12 @@ class _CellCollector(Collector):
         ranks = of_ranks["ranks"]
         yield from self._facts_metrics()
         yield from exposition.layout_metrics(layout)
+        self._has_served |= layout["serving"]
+        yield GaugeMetricFamily(
+            "aileron_has_served",
+            "1 once the cell has served since its coordinator's start; 0 while it loads.",
+            value=self._has_served,
+        )
         yield from exposition.rank_metrics(ranks)
         yield from exposition.use_metrics(self._views.decisions(DECISIONS_MAX))
         yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])

@@ -46,11 +46,18 @@ class KeyRing:
         self._keys: Mapping[str, ApiKey] = {}
         self._by_id: Mapping[str, ApiKey] = {}
         self._stamp: tuple[int, int, int] | None = None
+        self.is_outdated = False
+        """Whether the newest file could not be read, so that older keys are in use."""
         self._wrong = FixedWindowRateLimiter(MemoryStorage())
         self._wrong_limit = RateLimitItemPerMinute(WRONG_KEYS_PER_MINUTE)
         if self._path is not None:
             self._stamp = _stamp(self._path)
             self._take(load_keys(self._path))
+
+    @property
+    def count(self) -> int:
+        """The number of keys in use."""
+        return len(self._keys)
 
     @property
     def is_open(self) -> bool:
@@ -128,8 +135,10 @@ class KeyRing:
             try:
                 self._take(await asyncio.to_thread(load_keys, self._path))
             except ConfigError as error:
+                self.is_outdated = True
                 log.warning("keys_not_read", reason=str(error), keys=len(self._keys))
             else:
+                self.is_outdated = False
                 log.info("keys_read", keys=len(self._keys))
 
 

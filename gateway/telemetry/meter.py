@@ -28,6 +28,7 @@ from coordinator.protocol.metrics_wire import (
     TOKENS,
     TPOT,
     TTFT,
+    Family,
     Tally,
 )
 from coordinator.protocol.policy_config import SloTarget
@@ -83,6 +84,10 @@ class RequestMeter:
     def of(self, cell: str | None) -> Tally:
         """Return the tally for streams of a cell, or of none."""
         return self.tally if cell is None else self._cells.setdefault(cell, Tally())
+
+    def requests(self) -> Family:
+        """Return the answered requests by route, tier and code."""
+        return next(each for each in self.tally.families() if each.name == REQUESTS.name)
 
     def by_cell(self) -> list[tuple[str, Tally]]:
         """Return each cell that had streams, with its tally."""

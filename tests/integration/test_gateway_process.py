@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.cli.ports import free_ports
 from coordinator.protocol.messages.gateway import Submit
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
@@ -217,5 +219,48 @@ async def test_a_model_is_served_under_all_of_its_names(cell: FakeCell, tmp_path
                 assert answered.status_code == status, answered.text
                 if status == 200:
                     assert (await client.get(f"/v1/models/{name}")).json()["id"] == name
+    finally:
+        process.close()
+
+
+async def test_its_own_metrics_show_while_its_cell_is_away(cell: FakeCell, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    process = GatewayProcess(tmp_path, MODEL_DIR, cell, metrics_listen=f"127.0.0.1:{port}")
+    try:
+
+        async def answer(ran: Ran) -> None:
+            ran.tokens(0, [600], "length")
+
+        cell.behave = answer
+        async with httpx.AsyncClient(timeout=20) as client:
+
+            async def samples() -> dict[str, float]:
+                text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+                return {
+                    each.name: each.value
+                    for family in text_string_to_metric_families(text)
+                    for each in family.samples
+                    if each.labels.get("code", "200") == "200"
+                    and each.labels.get("route", PATH) == PATH
+                    and each.labels.get("tier", "standard") == "standard"
+                }
+
+            async def until(name: str, value: float) -> dict[str, float]:
+                async with asyncio.timeout(20):
+                    while (found := await samples())[name] != value:
+                        await asyncio.sleep(0.05)
+                return found
+
+            assert (await client.post(process.url + PATH, json=CHAT)).status_code == 200
+            found = await until("aileron_gateway_requests_total", 1)
+            assert found["aileron_gateway_cells"] == found["aileron_gateway_ready"] == 1
+            assert found["aileron_gateway_connections"] >= 1
+            assert found["process_open_fds"] > 0
+            assert found["aileron_gateway_loop_lag_seconds_count"] > 0
+            cell.go_away()
+            found = await until("aileron_gateway_ready", 0)
+            assert found["aileron_gateway_requests_total"] == 1
+            cell.come_back()
+            await until("aileron_gateway_ready", 1)
     finally:
         process.close()

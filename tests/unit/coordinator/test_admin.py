@@ -237,7 +237,13 @@ async def test_metrics_are_valid_and_count_switches(cell: Cell) -> None:
     assert samples["aileron_serving",] == 1
     assert samples["aileron_queue_depth", "standard"] == 0
     assert ("aileron_heartbeat_age_seconds", "3") in samples
-    assert [key[2] for key in samples if key[0] == "aileron_layout_info"] == ["tp4"]
+    assert [key[1:] for key in samples if key[0] == "aileron_layout_info"] == [("tp4",)]
+    assert samples["aileron_has_served",] == 1
+
+
+async def test_a_cell_that_only_loads_has_not_served(cell: Cell) -> None:
+    text = (await cell.http.get("/metrics")).text
+    assert "aileron_has_served 0.0" in text
 
 
 @pytest.mark.parametrize(
