@@ -57,7 +57,7 @@ COPY --from=cuda-packages /opt/aileron/ /opt/aileron/
 ENV PATH=/opt/aileron/bin:$PATH HOME=/cache PYTHONUNBUFFERED=1 NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN ln -s "$(python -c 'from coordinator.cli.launch import DEMO_MODEL; print(DEMO_MODEL)')" /opt/aileron/demo-model
 USER 10001:10001
-EXPOSE 8000 8001 8002 8003
+EXPOSE 8000 8001 8002 8003 8004
 ENTRYPOINT ["aileron"]
 CMD ["--help"]
 
@@ -69,6 +69,6 @@ COPY --from=cpu-packages /opt/aileron/ /opt/aileron/
 ENV PATH=/opt/aileron/bin:$PATH HOME=/cache PYTHONUNBUFFERED=1
 RUN ln -s "$(python -c 'from coordinator.cli.launch import DEMO_MODEL; print(DEMO_MODEL)')" /opt/aileron/demo-model
 USER 10001:10001
-EXPOSE 8000 8001 8002 8003
+EXPOSE 8000 8001 8002 8003 8004
 ENTRYPOINT ["aileron"]
 CMD ["--help"]

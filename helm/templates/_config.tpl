@@ -104,6 +104,7 @@ gateway:
   host: 0.0.0.0
   port: 8000
   token_listen: {{ include "aileron.tokenAddress" $root }}
+  metrics_listen: 0.0.0.0:8004
   {{- if include "aileron.keysSecret" $root }}
   keys_file: /etc/aileron/keys/keys.yaml
   {{- end }}

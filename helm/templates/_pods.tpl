@@ -199,6 +199,9 @@ yes
     {{- if hasSuffix ":8003" (include "aileron.tokenAddress" $root) }}
     - {name: tokens, containerPort: 8003}
     {{- end }}
+    {{- range $number := until (dig "gateway" "processes" 1 $root.Values.config | int) }}
+    - {name: metrics-{{ $number }}, containerPort: {{ add 8004 $number }}}
+    {{- end }}
   env:
     {{- include "aileron.env" $root | nindent 4 }}
     {{- include "aileron.engineEnv" $root | nindent 4 }}

@@ -3,10 +3,14 @@
 Nothing has a default here: defaults stand in values.yaml, which Helm has merged before it checks.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+RULES = Path(__file__).resolve().parents[2] / "helm" / "rules"
 
 Object = dict[str, Any]
 """A part of a Kubernetes object, which Kubernetes checks itself."""
@@ -20,6 +24,13 @@ NOT_LATEST: dict[str, Any] = {"not": {"pattern": "(^|:)latest$"}}
 """A rollout must be of the image that was tested."""
 SecretKey = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 """A key in a Secret."""
+AlertName = str
+ALERTS = [
+    rule["alert"]
+    for group in yaml.safe_load((RULES / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
+KNOWN_ALERTS: dict[str, Any] = {"propertyNames": {"enum": ALERTS}}
 TierName = Literal["interactive", "standard", "batch"]
 
 
@@ -278,6 +289,24 @@ class Service(_Values):
     session_affinity: Literal["None", "ClientIP"]
 
 
+class Ingress(_Values):
+    enabled: bool
+    class_name: str
+    controller: Literal["nginx", "haproxy", "none"]
+    hosts: list[str]
+    tls_secret: str
+    annotations: Labels
+    timeout_seconds: Count
+
+
+class HttpRoute(_Values):
+    enabled: bool
+    parent_refs: list[Object]
+    hostnames: list[str]
+    annotations: Labels
+    timeout_seconds: Count
+
+
 class Switch(_Values):
     enabled: bool
 
@@ -293,9 +322,17 @@ class Labelled(_Values):
     labels: Labels
 
 
+class Rules(Labelled):
+    runbook_url: str
+    objective: Annotated[float, Field(ge=0.5, lt=1)]
+    thresholds: Annotated[dict[AlertName, float], Field(json_schema_extra=KNOWN_ALERTS)]
+    alerts: Annotated[dict[AlertName, Object], Field(json_schema_extra=KNOWN_ALERTS)]
+
+
 class Metrics(_Values):
     service_monitor: ServiceMonitor
-    prometheus_rule: Labelled
+    pod_monitor: ServiceMonitor
+    prometheus_rule: Rules
     dashboards: Labelled
 
 
@@ -329,6 +366,8 @@ class ChartValues(_Values):
     batches: Batches
     jobs: Jobs
     service: Service
+    ingress: Ingress
+    http_route: HttpRoute
     pod_disruption_budget: Switch
     metrics: Metrics
     network_policy: NetworkPolicy

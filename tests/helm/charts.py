@@ -104,6 +104,18 @@ EVERYTHING: Object = {
         "probes": {"readiness": _TIMES, "liveness": _TIMES},
     },
     "jobs": _PODS,
+    "ingress": {
+        "enabled": True,
+        "className": "internal",
+        "hosts": ["chat.example.com", "llm.example.com"],
+        "tlsSecret": "chat-tls",
+        "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "7200"},
+    },
+    "httpRoute": {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways"}],
+        "hostnames": ["chat.example.com"],
+    },
 }
 """All that a user may add to pods."""
 
@@ -240,13 +252,13 @@ def variation(name: str) -> Object:
     return merged(example(base), over)
 
 
-def ask_helm(*values: Object) -> list[Object]:
+def ask_helm(*values: Object, name: str = RELEASE) -> list[Object]:
     """Let Helm render and lint the chart with each of these values; see `helm_process`."""
     jobs = [
         {
             "chart": str(CHART),
             "values": each,
-            "name": RELEASE,
+            "name": name,
             "namespace": NAMESPACE,
             "kubernetes": f"v{NEWEST_KUBERNETES}.0",
         }

@@ -15,7 +15,7 @@ from tests.helm.charts import Object, containers_of
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 CRDS = Path(__file__).parent / "crds"
-CUSTOM = ("ServiceMonitor", "PrometheusRule", "ScaledObject")
+CUSTOM = ("ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute")
 SUFFIXES = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15} | {
     f"{letter}i": 1024**power for power, letter in enumerate("KMGTP", 1)
 }

@@ -45,7 +45,8 @@ def test_every_custom_kind_is_rendered_by_some_variation() -> None:
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "NetworkPolicy", *CUSTOM])
 def test_schemas_refuse_a_field_that_does_not_exist(kind: str) -> None:
-    variation = "8xgpu" if kind != "ScaledObject" else "many-cells"
+    variations = {"ScaledObject": "many-cells", "HTTPRoute": "everything that clusters add"}
+    variation = variations.get(kind, "8xgpu")
     broken = copy.deepcopy(releases()[variation].of_kind(kind)[0])
     assert schema_error(broken, NEWEST_KUBERNETES) is None
     broken["spec"]["selectors"] = {}

@@ -155,3 +155,34 @@ def test_images_are_those_of_each_component() -> None:
         merged(example("8xgpu"), {"gateway": {"placement": "cell", "autoscaling": None}})
     )
     assert together["gateway"] == f"{repository}:0.1.0-cuda"
+
+
+def test_streams_pass_the_ingress_unbuffered(everything: Release) -> None:
+    ingress = everything.get("Ingress", "chat-aileron")
+    of = "nginx.ingress.kubernetes.io"
+    assert ingress["metadata"]["annotations"] == {
+        f"{of}/proxy-buffering": "off",
+        f"{of}/proxy-read-timeout": "7200",
+        f"{of}/proxy-send-timeout": "3600",
+        # As large as the gateway takes.
+        f"{of}/proxy-body-size": "8388608",
+    }
+    spec = ingress["spec"]
+    assert spec["ingressClassName"] == "internal"
+    assert spec["tls"] == [
+        {"secretName": "chat-tls", "hosts": ["chat.example.com", "llm.example.com"]}
+    ]
+    assert [rule["host"] for rule in spec["rules"]] == ["chat.example.com", "llm.example.com"]
+    service = everything.get("Service", "chat-aileron")["spec"]["ports"][0]
+    for rule in spec["rules"]:
+        (path,) = rule["http"]["paths"]
+        assert path["backend"]["service"] == {
+            "name": "chat-aileron",
+            "port": {"name": service["name"]},
+        }
+
+
+def test_a_route_leads_to_the_service_for_as_long_as_answers_take(everything: Release) -> None:
+    (rule,) = everything.get("HTTPRoute", "chat-aileron")["spec"]["rules"]
+    assert rule["timeouts"] == {"request": "3600s", "backendRequest": "3600s"}
+    assert rule["backendRefs"] == [{"name": "chat-aileron", "port": 80}]

@@ -154,6 +154,11 @@ REFUSED: dict[str, tuple[str, Object, str]] = {
         {"config": {"gateway": {"rate_limit_storage": "redis://here"}}},
         "config.gateway.rate_limit_storage: add a rule with port 6379",
     ),
+    "a route of no Gateway": (
+        "kind",
+        {"httpRoute": {"enabled": True}},
+        "httpRoute.parentRefs is empty",
+    ),
     "fewer gateways at most than at least": (
         "8xgpu",
         {"gateway": {"autoscaling": {"minReplicas": 13}}},

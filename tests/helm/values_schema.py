@@ -23,7 +23,7 @@ CHART_DECIDES = {
     "Config": ("admin", "run_dir"),
     "CellConfig": ("dist_port",),
     "CoordinatorConfig": ("listen",),
-    "GatewayConfig": ("host", "port", "token_listen", "keys_file"),
+    "GatewayConfig": ("host", "port", "token_listen", "keys_file", "metrics_listen"),
     "BatchesConfig": ("data_dir",),
     "FleetConfig": ("cells", "cell_name", "advertise"),
 }
