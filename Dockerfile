@@ -1,4 +1,5 @@
 # aileron's image: docker build --target cpu (or cuda) --tag aileron:0.1.0 .
+# Gateways beside GPU cells need no CUDA: docker build --target gateway --tag aileron:0.1.0-gateway .
 #
 # Versions are those of requirements/*.lock, less the tools of requirements/tools.txt. A base image is
 # a tag here; for a build that can be repeated name its digest: --build-arg PYTHON_CPU=python@sha256:…
@@ -56,6 +57,7 @@ RUN mkdir /cache && chown 10001:10001 /cache
 COPY --from=cuda-packages /opt/aileron/ /opt/aileron/
 ENV PATH=/opt/aileron/bin:$PATH HOME=/cache PYTHONUNBUFFERED=1 NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN ln -s "$(python -c 'from coordinator.cli.launch import DEMO_MODEL; print(DEMO_MODEL)')" /opt/aileron/demo-model
+LABEL org.opencontainers.image.title=aileron org.opencontainers.image.version=0.1.0 org.opencontainers.image.licenses=Apache-2.0 org.opencontainers.image.description="OpenAI-compatible LLM serving that changes its parallelism while requests are running."
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8004
 ENTRYPOINT ["aileron"]
@@ -68,7 +70,13 @@ RUN mkdir /cache && chown 10001:10001 /cache
 COPY --from=cpu-packages /opt/aileron/ /opt/aileron/
 ENV PATH=/opt/aileron/bin:$PATH HOME=/cache PYTHONUNBUFFERED=1
 RUN ln -s "$(python -c 'from coordinator.cli.launch import DEMO_MODEL; print(DEMO_MODEL)')" /opt/aileron/demo-model
+LABEL org.opencontainers.image.title=aileron org.opencontainers.image.version=0.1.0 org.opencontainers.image.licenses=Apache-2.0 org.opencontainers.image.description="OpenAI-compatible LLM serving that changes its parallelism while requests are running."
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8004
 ENTRYPOINT ["aileron"]
 CMD ["--help"]
+
+# The CPU's packages: vLLM's front end without CUDA's gigabytes. It listens, and computes nothing.
+FROM cpu AS gateway
+EXPOSE 8000 8003 8004
+CMD ["gateway", "--help"]

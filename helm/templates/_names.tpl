@@ -47,9 +47,9 @@ or cell. On CUDA gateways apart have an image of their own, without CUDA's packa
 {{- if $digest -}}
 {{ $repository }}@{{ $digest }}
 {{- else -}}
-{{- $default := printf "%s%s" .root.Chart.AppVersion (ternary (ternary "-gateway" "-cuda" $slim) "" $cuda) -}}
-{{- if not (and $slim $cuda) -}}
-{{- $default = $common.tag | default $default -}}
+{{- $default := $common.tag | default (printf "%s%s" .root.Chart.AppVersion (ternary "-cuda" "" $cuda)) -}}
+{{- if and $slim $cuda -}}
+{{- $default = printf "%s-gateway" ($default | trimSuffix "-cuda") -}}
 {{- end -}}
 {{ $repository }}:{{ $own.tag | default $default }}
 {{- end -}}

@@ -4,6 +4,7 @@ Its `grep` and `sed` steps and the build of the wheel are run in plain folders; 
 """
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -106,6 +107,8 @@ def test_stages_are_built_on_named_versions() -> None:
     arguments, stages = dockerfile()
     assert set(TARGETS) < set(stages)
     for stage in stages.values():
+        if stage.base in TARGETS:
+            continue
         base = arguments[stage.base.strip("${}")]
         assert re.fullmatch(r"python:3\.1[12]-slim-bookworm", base)
     # Each lock file is for one version of Python.
@@ -157,6 +160,33 @@ def test_what_runs_is_not_root_and_is_what_the_chart_starts(target: str) -> None
     assert {int(port) for port in exposed.split()} == ports
     demo = releases()["kind"].values["config"]["model"]["path"]
     assert any("DEMO_MODEL" in step and step.endswith(f" {demo}") for step in stage.of("RUN"))
+
+
+def test_gateways_image_is_the_cpus_and_has_the_tag_that_the_chart_names() -> None:
+    _, stages = dockerfile()
+    gateway = stages["gateway"]
+    assert gateway.base == "cpu"
+    assert {word for word, _ in gateway.steps} == {"EXPOSE", "CMD"}
+    (exposed,) = gateway.of("EXPOSE")
+    (pod,) = [pod for name, pod in releases()["8xgpu"].pods() if name.endswith("-gateway")]
+    (container,) = containers_of(pod)
+    ports = {each["containerPort"] for each in container["ports"]}
+    assert {int(port) for port in exposed.split()} == ports
+    tag = container["image"].rpartition(":")[2]
+    assert f"--target gateway --tag aileron:{tag} ." in (ROOT / "Dockerfile").read_text()
+
+
+def test_images_say_what_they_are() -> None:
+    _, stages = dockerfile()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    for target in TARGETS:
+        (text,) = stages[target].of("LABEL")
+        labels = dict(word.split("=", 1) for word in shlex.split(text))
+        prefix = "org.opencontainers.image"
+        assert labels[f"{prefix}.version"] == project["version"]
+        assert labels[f"{prefix}.licenses"] == "Apache-2.0"
+        assert labels[f"{prefix}.description"] == chart["description"]
 
 
 def run_text_steps(stage: Stage, folder: Path) -> None:

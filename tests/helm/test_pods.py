@@ -142,7 +142,7 @@ def test_images_are_those_of_each_component() -> None:
     tagged = images(merged(example("8xgpu"), {"image": {"tag": "2-cuda", "digest": digest}}))
     assert tagged["ranks"] == f"{repository}@{digest}"
     # A digest is of one image, and gateways need another one.
-    assert tagged["gateway"] == f"{repository}:0.1.0-gateway"
+    assert tagged["gateway"] == f"{repository}:2-gateway"
     own = {"gateway": {"image": {"digest": digest}}, "cell": {"image": {"repository": "own"}}}
     apart = images(merged(example("8xgpu"), own))
     assert apart["gateway"] == f"{repository}@{digest}"
