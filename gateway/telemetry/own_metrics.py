@@ -75,7 +75,7 @@ class OwnMetrics:
 
     @property
     def state(self) -> GatewayState:
-        """What was last published."""
+        """The last published state."""
         return self._state
 
     @property

@@ -37,6 +37,7 @@ SECRETS = {
     "admin-key": ADMIN_KEY,
     "viewer-key": "a-viewer-key-of-the-release-for-tests",
     "metrics-key": "a-metrics-key-of-the-release-for-tests",
+    "url": "redis://is.rewritten.invalid",
 }
 
 SMALL: Object = {
@@ -121,6 +122,7 @@ class Host:
                 "port": free_port(),
                 "token_listen": "tcp://127.0.0.1:0",
                 "keys_file": str(keys),
+                "metrics_listen": f"127.0.0.1:{free_port()}",
             }
         return merged(config, own)
 

@@ -9,6 +9,7 @@ import pytest
 from coordinator.protocol.config import Config
 from tests.helm.chart_values import ChartValues
 from tests.helm.charts import VARIATIONS, ask_helm, default_values, example, merged, variation
+from tests.helm.values_reference import README, readme_text
 from tests.helm.values_schema import CHART_DECIDES, SCHEMA, schema_text, values_schema
 
 MISTAKES: dict[str, Any] = {
@@ -68,6 +69,13 @@ def at_path(path: str, value: Any) -> dict[str, Any]:
 
 def test_schema_is_that_of_the_models() -> None:
     assert SCHEMA.read_text() == schema_text(), "run: python -m tests.helm.values_schema"
+
+
+def test_readme_lists_the_values() -> None:
+    text = README.read_text()
+    assert text == readme_text(), "run: python -m tests.helm.values_reference"
+    for name in ("cell.ranks.resources.limits", "models.download.storage", "ingress.hosts"):
+        assert f"| `{name}` |" in text
 
 
 def test_schema_is_a_schema_that_refuses_what_it_does_not_know() -> None:

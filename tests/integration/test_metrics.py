@@ -42,6 +42,7 @@ from tests.harness.cells.dashboards import (
 )
 from tests.harness.cells.product import MODEL_NAME, Product, product
 from tests.harness.cells.prometheus import answer_of, needs_prometheus, prometheus, values_of
+from tests.harness.cells.servers import free_port
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -69,12 +70,23 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+def gateway_port() -> int:
+    """Where the gateway of `cell` serves its own metrics."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory, gateway_port: int) -> Iterator[Product]:
     # Predictions are compared between switches, which come every second or two here.
     policy = {"name": "adaptive", "horizon_ms": 300, "decide_every_ms": 100}
     policy |= {"stay_ms": 600_000, "pin_ms": 3_600_000}
     with product(
-        tmp_path_factory.mktemp("up"), ranks=RANKS, settings={"policy": policy}
+        tmp_path_factory.mktemp("up"),
+        ranks=RANKS,
+        settings={
+            "policy": policy,
+            "gateway": {"metrics_listen": f"127.0.0.1:{gateway_port}"},
+        },
     ) as running:
         # Layouts are the tests' to choose: this one is an operator's, and left alone.
         running.switch(f"dp{RANKS}", "reshard")
@@ -326,7 +338,7 @@ def test_promtool_finds_nothing_wrong_with_names_of_ours(cell: Product, tmp_path
     assert len(said) >= 20, "it has read the file"
 
 
-def test_every_query_names_metrics_that_exist(cell: Product) -> None:
+def test_every_query_names_metrics_that_exist(cell: Product, gateway_port: int) -> None:
     """Parsed by a PromQL parser; names are those of a live exposition, or recorded by a rule."""
     late = {
         *("aileron_reshard_bytes_total", "aileron_switch_stall_seconds_count"),
@@ -342,6 +354,9 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
             assert time.monotonic() < deadline, late - live
             cell.switch(layout, "reshard")
             time.sleep(0.3)
+    with urllib.request.urlopen(f"http://127.0.0.1:{gateway_port}/metrics", timeout=60) as answer:
+        own = text_string_to_metric_families(answer.read().decode())
+        live |= {each.name for family in own for each in family.samples}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     wanted = {rule["record" if "record" in rule else "alert"]: rule["expr"] for rule in rules()}
     assert len(queries()) >= 60
@@ -366,12 +381,18 @@ def choose_all(url: str, deadline: float) -> dict[str, str]:
 
 
 @needs_prometheus
-def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path) -> None:
+def test_every_panel_has_data_in_a_real_prometheus(
+    cell: Product, gateway_port: int, tmp_path: Path
+) -> None:
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
-    with BusyClients(cell.url, MODEL_NAME), prometheus(cell.admin_port, RULES, tmp_path) as url:
+    with (
+        BusyClients(cell.url, MODEL_NAME),
+        prometheus(cell.admin_port, RULES, tmp_path, gateway_port) as url,
+    ):
         chosen = choose_all(url, deadline)
         assert chosen["namespace"] == "chat"
         assert chosen["cell"] == rf"127\\.0\\.0\\.1:{cell.admin_port}"
+        assert chosen["gateway"] == rf"127\\.0\\.0\\.1:{gateway_port}"
         assert set(chosen["tier"].split("|")) == TIERS
         asked = [*queries(chosen), *common_queries()]
         missing = {text: panel for panel, text in asked if "changes(" not in text}
@@ -382,7 +403,8 @@ def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path
             missing = {text: panel for text, panel in missing.items() if not answer_of(url, text)}
             if not missing:
                 break
-        assert get_json(url + "/api/v1/targets")["data"]["activeTargets"][0]["health"] == "up"
+        targets = get_json(url + "/api/v1/targets")["data"]["activeTargets"]
+        assert [each["health"] for each in targets] == ["up", "up"]
         assert not answer_of(url, 'ALERTS{alertstate="firing",alertname="AileronAway"}')
 
 

@@ -70,14 +70,16 @@ def test_cases_have_the_labels_of_what_is_scraped() -> None:
 
 def test_panels_show_the_chosen_cells_and_keep_them_apart() -> None:
     for file in DASHBOARDS:
+        chosen_instance = "G" if file.stem == "gateways" else "C"
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel["targets"]:
-                text = filled(target["expr"], {"namespace": "N", "cell": "C", "tier": "T"})
+                values = {"namespace": "N", "cell": "C", "tier": "T", "gateway": "G"}
+                text = filled(target["expr"], values)
                 expression = promql_parser.parse(text)
                 for selector in selectors_in(expression):
                     chosen = {each.name: each.value for each in selector.matchers.matchers}
-                    assert (chosen["namespace"], chosen["instance"]) == ("N", "C"), text
-                if panel["type"] == "heatmap":
+                    assert (chosen["namespace"], chosen["instance"]) == ("N", chosen_instance), text
+                if panel["type"] == "heatmap" or file.stem == "fleet":
                     continue
                 names = names_in(expression)
                 folds = [
@@ -97,10 +99,11 @@ def test_dashboards_have_the_same_variables() -> None:
         ("namespace", "aileron_serving", "namespace"),
         ("cell", 'aileron_serving{namespace=~"$namespace"}', "instance"),
         ("tier", f"aileron_queue_depth{{{CHOSEN}}}", "tier"),
+        ("gateway", 'aileron_gateway_ready{namespace=~"$namespace"}', "instance"),
     }
     for file in DASHBOARDS:
         names = [name for board, name, *_ in variables() if board == file.stem]
-        assert names[:2] == ["namespace", "cell"]
+        assert names[:2] == ["namespace", "gateway" if file.stem == "gateways" else "cell"]
 
 
 def cases() -> list[dict[str, Any]]:
@@ -108,15 +111,29 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
+def test_dashboards_show_what_is_too_much_and_the_goals() -> None:
+    boards = {file.stem: json.loads(file.read_text()) for file in DASHBOARDS}
+    for name, board in boards.items():
+        bounded = [
+            each for each in board["panels"] if "thresholds" in each["fieldConfig"]["defaults"]
+        ]
+        assert bounded or name == "switching"
+    for panel in boards["tiers-and-slo"]["panels"]:
+        if panel["title"].startswith(("Time to first token, p", "Time per output token of a")):
+            goals = [each["expr"] for each in panel["targets"] if "slo_target" in each["expr"]]
+            assert len(goals) == 1, panel["title"]
+
+
 def test_dashboards_are_complete() -> None:
     boards = [json.loads(file.read_text()) for file in DASHBOARDS]
     documented = (ROOT / "docs" / "metrics.md").read_text()
-    assert len({board["uid"] for board in boards}) == len(boards) == 4
+    assert len({board["uid"] for board in boards}) == len(boards) == 6
     for board in boards:
         ids = [panel["id"] for panel in board["panels"]]
         assert len(ids) == len(set(ids))
         cells: set[tuple[int, int]] = set()
         for panel in board["panels"]:
+            assert panel["description"], f"{panel['title']} does not say what it shows"
             at = panel["gridPos"]
             taken = {
                 (x, y)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DASHBOARDS = sorted((ROOT / "helm" / "dashboards").glob("*.json"))
 RULES = sorted((ROOT / "helm" / "rules").glob("*.yaml"))
 
-ANY: Mapping[str, str] = {"namespace": ".*", "cell": ".*", "tier": ".*"}
+ANY: Mapping[str, str] = {"namespace": ".*", "cell": ".*", "tier": ".*", "gateway": ".*"}
 """Values of the dashboards' variables that select everything."""
 
 

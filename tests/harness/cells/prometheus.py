@@ -30,8 +30,13 @@ TARGET_LABELS = {
 
 
 @contextmanager
-def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iterator[str]:
-    """Run one that scrapes a port of loopback every second, as on Kubernetes; yields its URL."""
+def prometheus(
+    port_to_scrape: int, rules: Sequence[Path], folder: Path, gateway_port: int = 0
+) -> Iterator[str]:
+    """Run one that scrapes ports of loopback every second, as on Kubernetes; yields its URL.
+
+    `gateway_port` is that of a gateway's own metrics; 0 is none.
+    """
     (port,) = free_ports(1)
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -42,7 +47,8 @@ def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iter
                 "static_configs": [
                     {"targets": [f"127.0.0.1:{port_to_scrape}"], "labels": TARGET_LABELS}
                 ],
-            }
+            },
+            *([gateways_job(gateway_port)] if gateway_port else []),
         ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -66,6 +72,13 @@ def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iter
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def gateways_job(port: int) -> dict[str, object]:
+    """How a gateway is scraped, with the labels that a PodMonitor adds."""
+    labels = {"namespace": "chat", "pod": "chat-gateway", "container": "gateway"}
+    targets = [{"targets": [f"127.0.0.1:{port}"], "labels": labels}]
+    return {"job_name": "gateways", "static_configs": targets}
 
 
 def values_of(url: str, selector: str, label: str) -> list[str]:
