@@ -8,9 +8,12 @@ ARG PYTHON_CUDA=python:3.12-slim-bookworm
 
 # -------------------------------------------------------------------- aileron itself, as a wheel
 FROM ${PYTHON_CPU} AS wheel
+ARG AILERON_VERSION=0.1.0
+# The build sees no repository, so its tag comes as an argument.
+ENV SETUPTOOLS_SCM_PRETEND_VERSION_FOR_AILERON_SERVING=$AILERON_VERSION
 WORKDIR /src
 COPY requirements/cpu.lock requirements/
-RUN grep -E '^(editables|hatchling|packaging|pathspec|pluggy|trove-classifiers)==' requirements/cpu.lock > build.lock
+RUN grep -E '^(editables|hatch-vcs|hatchling|packaging|pathspec|pluggy|setuptools-scm|trove-classifiers|vcs-versioning)==' requirements/cpu.lock > build.lock
 RUN pip install --no-cache-dir --require-hashes --no-deps -r build.lock
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY comm_pool/ comm_pool/

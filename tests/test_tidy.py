@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadgen")
-DISTRIBUTION = "aileron"
+DISTRIBUTION = "aileron-serving"
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_TYPICAL_MAX = 500

@@ -27,6 +27,8 @@ PYTHONS = ((3, 11), (3, 12))
 TORCH_INDEX_ENV = "AILERON_TORCH_INDEX"
 """Environment variable with a package index for torch's CPU build, if pip cannot find it."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+FORMER_NAME = "aileron"
+"""Distribution that an earlier set-up installed here, with a script of the same name as today's."""
 LOG_TAIL_LINES = 12
 PACKAGE_LINES = ("Collecting", "Processing", "Requirement already satisfied")
 """How the first line that pip prints about each package starts."""
@@ -82,11 +84,19 @@ def _set_up(lock: Path, device: str) -> None:
     if device == "cpu":
         _check_cpu_torch(_pinned(lock, "torch"))
     _step(4, "aileron itself")
+    _uninstall(FORMER_NAME)
     # Without isolation: the build backend is locked and installed, so pip fetches nothing.
     _pip(
         ["--no-deps", "--no-build-isolation", "-e", str(ROOT)],
         "pip could not install this checkout: see the lines above.",
     )
+
+
+def _uninstall(name: str) -> None:
+    """Take a distribution out of `.venv`; does nothing where it is not installed."""
+    python = str(VENV / "bin" / "python")
+    command = [python, "-m", "pip", "uninstall", "--yes", "--quiet", name]
+    subprocess.run(command, capture_output=True, check=False)
 
 
 def _step(number: int, text: str) -> None:

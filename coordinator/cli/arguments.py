@@ -403,12 +403,13 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="print the version")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
+        from coordinator.protocol.version import NOT_INSTALLED, own_version
 
-        try:
-            print(f"aileron {version('aileron')}")
-        except PackageNotFoundError:
+        installed = own_version()
+        if installed == NOT_INSTALLED:
             print("aileron, not installed: run `make setup`")
+        else:
+            print(f"aileron {installed}")
         parser.exit()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -145,7 +146,7 @@ def test_what_runs_is_not_root_and_is_what_the_chart_starts(target: str) -> None
         index for index, (word, _) in enumerate(stage.steps) if word in ("RUN", "COPY")
     )
     assert stage.of("ENTRYPOINT") == ['["aileron"]']
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = project()["project"]["scripts"]
     for container in containers_of(pod):
         assert container["command"][0] in scripts
     (exposed,) = stage.of("EXPOSE")
@@ -233,8 +234,8 @@ def test_cpu_image_has_what_the_product_needs_and_nothing_else(tmp_path: Path) -
     """Were a tool needed, or something needed by nothing, this would name it."""
     _, stages = dockerfile()
     run_text_steps(stages["cpu-packages"], tmp_path)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = needed([*project["dependencies"], *project["optional-dependencies"]["cpu"]])
+    own = project()["project"]
+    wanted = needed([*own["dependencies"], *own["optional-dependencies"]["cpu"]])
     kept = names_in(tmp_path / "image.lock")
     assert not wanted - kept, "the image needs these: take them out of requirements/tools.txt"
     assert not kept - wanted, "the image does not need these: add them to requirements/tools.txt"
@@ -261,6 +262,19 @@ def test_every_tool_is_locked() -> None:
     assert not [each.pattern for each in patterns if not each.search(lock)]
 
 
+def left_out() -> list[str]:
+    """What the wheel is without, though it is in the folder of a package."""
+    targets = project()["tool"]["hatch"]["build"]["targets"]
+    excluded: list[str] = targets["wheel"]["exclude"]
+    return excluded
+
+
+@cache
+def project() -> dict[str, Any]:
+    """What pyproject.toml says."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def test_wheel_of_the_image_has_all_that_is_served_from_it(tmp_path: Path) -> None:
     _, stages = dockerfile()
     stage = stages["wheel"]
@@ -281,6 +295,7 @@ def test_wheel_of_the_image_has_all_that_is_served_from_it(tmp_path: Path) -> No
             name.startswith(s) for _, sources, _ in copies(stage) for s in sources if s[-1] == "/"
         )
         and not Path(name).name.startswith(".")
+        and not any(Path("/", name).match(pattern) for pattern in left_out())
     }
     assert "worker/demo/model/model.safetensors" in files
     assert "coordinator/admin/page.html" in files
@@ -291,8 +306,10 @@ def test_wheel_of_the_image_has_all_that_is_served_from_it(tmp_path: Path) -> No
 
 
 def test_versions_agree() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    """Of what is built where no tag says another one; a release names its tag to each build."""
+    version = project()["tool"]["hatch"]["version"]["fallback-version"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == version
     assert f"--tag aileron:{version} ." in (ROOT / "Dockerfile").read_text()
+    assert f"AILERON_VERSION={version}" in dockerfile()[1]["wheel"].of("ARG")
     assert f"--tag aileron:{version} ." in (CHART / "values" / "kind.yaml").read_text()

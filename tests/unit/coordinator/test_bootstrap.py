@@ -101,6 +101,21 @@ def test_real_locks_pin_everything_once(name: str) -> None:
     names = [line.split("==")[0].lower() for line in lines]
     assert all(line.count("==") == 1 for line in lines)
     assert len(set(names)) == len(names)
-    assert {"torch", "grpcio", "hatchling", "editables", "pytest"} <= set(names)
+    assert {"torch", "grpcio", "hatch-vcs", "hatchling", "editables", "pytest"} <= set(names)
     if name == "cpu":
         assert not {"torchvision", "torchaudio", "torchcodec", "vllm"} & set(names)
+
+
+def test_what_an_earlier_name_installed_leaves(root: Path) -> None:
+    """Otherwise its script and its metadata would stay beside this one's."""
+    bootstrap._create_venv()
+    (site,) = bootstrap.VENV.glob("lib/python*/site-packages")
+    earlier = site / "aileron-0.1.0.dist-info"
+    earlier.mkdir()
+    (earlier / "METADATA").write_text("Metadata-Version: 2.1\nName: aileron\nVersion: 0.1.0\n")
+    (earlier / "INSTALLER").write_text("pip\n")
+    files = [f"{earlier.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")]
+    (earlier / "RECORD").write_text("".join(files))
+    bootstrap._uninstall(bootstrap.FORMER_NAME)
+    assert not earlier.exists()
+    bootstrap._uninstall(bootstrap.FORMER_NAME)
