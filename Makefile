@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 SHORT  := -m "not gpu and not chaos and not long and not fleet"
 LANES  := -n 2 --dist loadgroup
 
-.PHONY: up demo test test-long test-fleet references coverage setup check chaos soak sim mutants bench gpu-bench screenshot
+.PHONY: up demo test test-long test-fleet references coverage setup check docs sbom chaos soak sim mutants bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -36,11 +36,20 @@ test-fleet: setup  ## what the chart installs for many cells, as processes here;
 setup:  ## .venv with the locked dependencies; does nothing when it is ready
 	@$(PYTHON) tools/bootstrap.py --device $(DEVICE)
 
-check: setup  ## lint, format, types and import contracts
+check: setup  ## lint, format, types, import contracts, unused code and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.unused_code
+	$(BIN)/deptry .
+
+docs: setup  ## the documentation as a site, without a network: build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+sbom: setup  ## bills of materials (CycloneDX) of what the images install: build/sbom/
+	@$(BIN)/python -m tools.sbom
 
 chaos: setup  ## the long fault tests: every crash point, every kind of loss; prints what it measures
 	$(BIN)/python -m pytest -m chaos -s -p no:randomly tests

@@ -60,21 +60,6 @@ def order_of(rank: int, ranks: int, parts: int) -> tuple[int, ...]:
     return tuple((own + step) % parts for step in range(parts))
 
 
-def can_borrow(rank: int, ranks: int, parts: int, holders: Collection[int]) -> bool:
-    """Return True if the holders have every part that the rank lacks."""
-    return not _missing(rank, ranks, parts, frozenset(holders))
-
-
-def group_can_borrow(
-    members: Iterable[int], ranks: int, parts: int, holders: Collection[int]
-) -> bool:
-    """Return True if every member of a group can borrow what it lacks, each for itself.
-
-    In a group that shares out tokens, as sp does, each member computes with all parts.
-    """
-    return all(can_borrow(rank, ranks, parts, holders) for rank in members)
-
-
 def loan_plan(
     rank: int,
     ranks: int,
@@ -95,7 +80,7 @@ def loan_plan(
     A part's lender has the rank's own place among the holders of its part. The readers of a lost
     holder go to the others, so that the numbers of readers of a part's holders differ by at most 1.
 
-    Raises `LoanError` if `can_borrow` is False, whatever layers are whole.
+    Raises `LoanError` if the holders lack a part that the rank lacks, whatever layers are whole.
     """
     slots = parts if slots is None else slots
     assert slots >= 1, "a ring has at least one slot."
@@ -114,14 +99,6 @@ def loan_plan(
         Loan(*each, number % slots, number - slots if number >= slots else None)
         for number, each in enumerate(wanted)
     )
-
-
-def borrowed_bytes(plan: Iterable[Loan], part_bytes: Sequence[int]) -> int:
-    """Return the bytes that the loans of a plan copy in one step.
-
-    `part_bytes[layer]` is the size of one part of a layer, in bytes.
-    """
-    return sum(part_bytes[loan.layer] for loan in plan)
 
 
 def floor_s(borrowed: int, bytes_per_s: float) -> float:

@@ -5,11 +5,8 @@ import pytest
 from comm_pool.loans import (
     Loan,
     LoanError,
-    borrowed_bytes,
-    can_borrow,
     fewest_whole_layers,
     floor_s,
-    group_can_borrow,
     holders_of,
     loan_plan,
     most_whole_layers,
@@ -79,19 +76,11 @@ def test_where_the_only_holder_of_a_part_is_lost_nobody_lacking_it_can_borrow() 
         loan_plan(1, 4, 4, 2, holders={3})
     with pytest.raises(LoanError, match=r"part 1 \(rank 2 or rank 3\), and none"):
         loan_plan(0, 4, 2, 2, holders=())
-    assert [can_borrow(rank, 4, 4, {0, 1, 3}) for rank in range(4)] == [False, False, True, False]
 
 
 def test_a_rank_reads_its_own_part_whatever_the_holders_are() -> None:
     assert loan_plan(0, 2, 2, 1, holders=[1]) == (Loan(0, 1, 1, 0, None),)
     assert loan_plan(0, 1, 1, 9, holders=()) == loan_plan(3, 4, 1, 9) == ()
-
-
-def test_a_group_can_borrow_if_all_of_its_members_can() -> None:
-    assert group_can_borrow([0, 1], 4, 2, {0, 3})
-    assert group_can_borrow([2, 3], 4, 4, {0, 1, 2, 3})
-    assert not group_can_borrow([0, 1], 4, 4, {0, 2, 3})
-    assert group_can_borrow([1], 4, 4, {0, 2, 3})
 
 
 def test_whole_layers_are_not_borrowed_but_do_not_make_up_for_a_lost_part() -> None:
@@ -110,10 +99,7 @@ def test_a_ring_with_room_for_the_whole_step_waits_for_nothing() -> None:
     assert [loan.after for loan in loan_plan(0, 2, 2, 3, slots=4)] == [None] * 3
 
 
-def test_bytes_and_floor_of_a_step() -> None:
-    plan = loan_plan(0, 2, 2, 64, whole=spread_whole(64, 16))
-    assert borrowed_bytes(plan, [393 * MB] * 64) == 48 * 393 * MB
-    assert borrowed_bytes(loan_plan(0, 4, 4, 2), [1, 10]) == 33
+def test_floor_of_a_step() -> None:
     assert floor_s(1_500, 3_000.0) == 0.5
 
 
