@@ -32,7 +32,9 @@ ENGINE_ADAPTERS = (
     "kvadaptor/translate.py",
     "kvadaptor/views.py",
 )
-TEST_FOLDERS = frozenset({"contract", "gpu", "integration", "property", "rules", "unit"})
+TEST_FOLDERS = frozenset(
+    {"contract", "docs", "gpu", "install", "integration", "property", "rules", "unit"}
+)
 MAY_IMPORT_BENCHMARKS = ("tests/bench/", "tests/unit/bench/", "tests/soak/")
 """A soak is set up as a benchmark on GPUs is, and says as that does where it ran."""
 """To be emptied: nothing is to be added."""
@@ -93,7 +95,8 @@ def text_files() -> Iterator[Path]:
         subfolders[:] = [
             each
             for each in subfolders
-            if each == ".ci" or not (each.startswith(".") or each == "__pycache__")
+            if each in {".ci", ".github"}
+            or not (each.startswith(".") or each in {"__pycache__", "build", "dist"})
         ]
         for name in names:
             path = Path(folder, name)

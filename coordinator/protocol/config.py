@@ -64,9 +64,13 @@ class CellConfig(_Frozen):
     """The ranks of one host and how they may be grouped."""
 
     ranks: int = Field(default=2, ge=1, le=64)
+    """Devices of the host that serve; each has a process of its own."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Kind of these devices."""
     widths: tuple[int, ...] = (1, 2)
+    """Numbers of ranks that a group may have: powers of two."""
     layout: str = "dp2"
+    """Layout at start; it must name all ranks, such as tp2+dp2 for four."""
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     weight_parts: int = Field(default=1, ge=1)
@@ -130,7 +134,9 @@ class CoordinatorConfig(_Frozen):
     """Heartbeats, leases and the task pool."""
 
     listen: str = "127.0.0.1:8002"
+    """host:port of the coordinator, for gateways and ranks."""
     heartbeat_ms: int = Field(default=200, ge=10)
+    """Time between two reports of a rank that has nothing else to report."""
     lease_ms: int = Field(default=10_000, ge=100)
     """How long a leader may step after its last answered report."""
     lost_after_ms: int = Field(default=12_000, ge=100)
@@ -147,6 +153,7 @@ class CoordinatorConfig(_Frozen):
     drain_limit_ms: int = Field(default=60_000, ge=0)
     """After this long a draining group recomputes the rest of its tasks."""
     history_switches_max: int = Field(default=1_000, ge=1)
+    """Switches that `GET /admin/switches` can show."""
     stage_limit_ms: int = Field(default=10_000, ge=0)
     """A switch that waits this long for a rank in one stage excludes it for a while; 0: never."""
     slow_factor: float = Field(default=5.0, ge=0)
@@ -163,12 +170,15 @@ class GatewayConfig(_Frozen):
     """The serving port."""
 
     host: str = "127.0.0.1"
+    """Address of the serving port; any but loopback needs `keys_file` or `insecure_no_auth`."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """Serving port; 0 is any free one."""
     processes: int = Field(default=1, ge=1, le=64)
     """Gateway processes that share the port; one serves several thousand tokens a second."""
     token_listen: str = "tcp://127.0.0.1:0"
     """ZeroMQ address that leaders push tokens to; port 0 is any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
+    """Event loop of a gateway process."""
     keys_file: str = ""
     """YAML file with the hashes of API keys (`aileron key`); empty lets everyone in."""
     insecure_no_auth: bool = False
@@ -281,7 +291,9 @@ class AdminConfig(_Frozen):
     """The admin port: admin API and metrics."""
 
     host: str = "127.0.0.1"
+    """Address of the admin port; any but loopback needs `AILERON_ADMIN_KEY`."""
     port: int = Field(default=8001, ge=0, le=65535)
+    """Admin port; 0 is any free one."""
 
 
 class Config(_Frozen):

@@ -71,6 +71,7 @@ class PolicyConfig(_Frozen):
     """Who chooses the layout. With `fixed` only an operator does."""
 
     name: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` chooses the layout by the load."""
     interactive: TierConfig = TierConfig(weight=2.0)
     standard: TierConfig = TierConfig()
     batch: TierConfig = TierConfig(weight=0.25)
@@ -87,6 +88,7 @@ class PolicyConfig(_Frozen):
     horizon_ms: int = Field(default=8_000, ge=100)
     """How far ahead the policy predicts."""
     switches_per_minute_max: int = Field(default=12, ge=1)
+    """Most switches that the policy makes in a minute."""
     pin_ms: int = Field(default=600_000, ge=0)
     """How long the policy keeps the layout of `aileron switch`; 0 lets it decide at once."""
     step_times: str = ""

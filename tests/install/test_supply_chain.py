@@ -12,6 +12,8 @@ from tests.harness.cells.servers import ROOT
 from tools.sbom import LOCKS, product_lines, write
 from tools.unused_code import unused
 
+pytestmark = pytest.mark.timeout(300)
+
 PACKAGES_MIN = 100
 
 

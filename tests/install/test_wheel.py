@@ -189,11 +189,11 @@ def ready(url: str) -> bool:
         return False
 
 
-def test_it_serves_the_demo_from_its_own_files(installed: Installed, url: str) -> None:
-    with (
-        httpx.Client(trust_env=False) as http,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="unused", http_client=http) as client,
-    ):
+def test_it_serves_the_demo_from_its_own_files(
+    installed: Installed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         answer = client.chat.completions.create(
             model="aileron-demo",
             messages=[{"role": "user", "content": "What is a list?"}],

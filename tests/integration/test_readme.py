@@ -45,10 +45,15 @@ EXPLAIN = f"{AILERON} explain --last 3"
 ADAPTIVE = f"{AILERON} up --ranks 4 --policy adaptive"
 KEY = f"{AILERON} key --tenant acme --file keys.yaml --requests-per-minute 600"
 KEYED = f"{AILERON} up --host 0.0.0.0 --keys keys.yaml"
+VENV = "python3 -m venv aileron-env"
+PIP = 'aileron-env/bin/pip install ".[cpu]" --extra-index-url https://download.pytorch.org/whl/cpu'
+UP_INSTALLED = "aileron-env/bin/aileron up"
+CHART = "helm install chat helm --values helm/values/kind.yaml"
 PYTHON = "python"
 """Stands for the one block of Python."""
 
 OPERATOR = f"{HERE}::test_operator_commands"
+WHEEL = "tests/install/test_wheel.py::test_it_serves_the_demo_from_its_own_files"
 BOOTSTRAP = "tests/unit/coordinator/test_bootstrap.py"
 RUN_BY: dict[str, tuple[str, ...]] = {
     "make up": (
@@ -73,6 +78,11 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     ADAPTIVE: (f"{HERE}::test_adaptive_policy",),
     KEY: (f"{HERE}::test_keys",),
     KEYED: (f"{HERE}::test_keys",),
+    VENV: (WHEEL,),
+    PIP: (WHEEL,),
+    UP_INSTALLED: (WHEEL,),
+    CHART: ("tests/helm/test_manifests.py::test_lint_finds_nothing",),
+    "make docs": ("tests/docs/test_site.py::test_every_page_is_there",),
 }
 """Each command of README.md -> the tests that run it."""
 MAKE_RUNS = {
