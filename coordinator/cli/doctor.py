@@ -166,7 +166,8 @@ def _vllm() -> Check:
         "vllm",
         "not installed",
         ok=False,
-        advice="run `make setup`, or `make setup DEVICE=cuda` for GPUs.",
+        advice="run `make setup`, or `make setup DEVICE=cuda` for GPUs; without a checkout, pip "
+        "install 'aileron-serving[cpu]' or 'aileron-serving[gpu]'.",
     )
 
 

@@ -13,6 +13,7 @@ from tests.harness.cells.servers import ROOT
 from tests.harness.docs.api_page import ANSWER_HEADERS, REQUEST_HEADERS
 from tests.harness.docs.configuration_page import EXAMPLE_MODEL, Section, rows, sections
 from tests.harness.docs.pages import DOCS, PAGES
+from tests.harness.vllm.families import SERVED
 
 PRODUCT = ("comm_pool", "coordinator", "gateway", "kvadaptor", "worker")
 MESSAGES_MIN = 35
@@ -41,6 +42,10 @@ def test_every_key_has_a_text() -> None:
     ]
     assert not without, "write a docstring under the field"
     assert not [each.path for each in sections(Section((), Config)) if not each.model.__doc__]
+
+
+def test_readme_counts_the_tested_families() -> None:
+    assert f"{len(SERVED)} [tested families](docs/models.md)" in (ROOT / "README.md").read_text()
 
 
 def texts_of(node: ast.AST) -> Iterator[str]:

@@ -4,6 +4,7 @@ Commands here differ from README.md's in three ways: ports are free ones, `0.0.0
 `.venv/bin/aileron` is this checkout's.
 """
 
+import json
 import os
 import re
 import shlex
@@ -49,6 +50,8 @@ VENV = "python3 -m venv aileron-env"
 PIP = 'aileron-env/bin/pip install ".[cpu]" --extra-index-url https://download.pytorch.org/whl/cpu'
 UP_INSTALLED = "aileron-env/bin/aileron up"
 CHART = "helm install chat helm --values helm/values/kind.yaml"
+FIRST_SWITCH = ("layout   dp2", "tp2 serves", "dp2 serves", "asked by operator")
+"""What the commands of the quick start's first switch print, among other lines."""
 PYTHON = "python"
 """Stands for the one block of Python."""
 
@@ -229,6 +232,41 @@ def test_operator_commands(serving: Product) -> None:
     assert "dp2 serves" in aileron(SWITCH_BACK, folder)
     assert serving.get("/admin/switches?last=1")["switches"][0]["carry"] == "pause"
     assert aileron(EXPLAIN, folder).count("asked by operator") >= 2
+
+
+def of_page(page: str, heading: str) -> str:
+    """The shell block under a heading of a page in docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    (block,) = blocks(text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0], "sh")
+    return block
+
+
+def test_quick_start(serving: Product, tmp_path: Path) -> None:
+    """The request, and the commands of the first switch."""
+    block = of_page("quickstart.md", "The first request")
+    if shutil.which("curl") is not None:
+        answer = run(["sh", "-c", block.replace(README_URL, serving.url)], tmp_path)
+        assert json.loads(answer)["choices"][0]["message"]["content"]
+    folder = serving.log_file.parent
+    answers = [
+        run(
+            [sys.executable, "-m", "coordinator.cli", *shlex.split(line, comments=True)[1:]], folder
+        )
+        for line in of_page("quickstart.md", "The first switch").splitlines()
+    ]
+    assert [text in each for text, each in zip(FIRST_SWITCH, answers, strict=True)] == [True] * 4
+
+
+def test_load_of_the_tuning_page(serving: Product, tmp_path: Path) -> None:
+    """Two runs of some seconds, and their comparison."""
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    measure, compare = blocks(page, "sh")[0].splitlines()
+    for name in ("before.json", "after.json"):
+        words = shlex.split(measure.replace(README_URL, serving.url))
+        words[words.index("--duration") + 1] = "2"
+        words[words.index("--out") + 1] = name
+        run([sys.executable, *words[1:]], tmp_path)
+    assert "before" in run([sys.executable, *shlex.split(compare)[1:]], tmp_path)
 
 
 async def test_demo(serving: Product, capsys: pytest.CaptureFixture[str]) -> None:
