@@ -14,7 +14,7 @@ from coordinator.protocol.engine_options import (
     last_value,
     read_options,
 )
-from coordinator.protocol.ffn_share import ffn_share, whole_share
+from coordinator.protocol.held_weights import FOUR_BYTES, element_bytes, held_bytes
 from coordinator.protocol.model_files import (
     Fetch,
     ModelFiles,
@@ -23,6 +23,7 @@ from coordinator.protocol.model_files import (
     missing_files,
     weight_bytes,
 )
+from coordinator.protocol.model_size import model_size
 from coordinator.protocol.model_support import Holding, refusals
 
 GIB = 2**30
@@ -30,7 +31,6 @@ UTILIZATION = 0.92
 """vLLM's default share of a GPU's memory; a test compares it."""
 SHARE, OFFLOAD = "--gpu-memory-utilization", "--cpu-offload-gb"
 TWO_BYTES = ("bfloat16", "float16", "half")
-FOUR_BYTES = ("float32", "float")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +186,16 @@ def whole_counts(cell: CellConfig) -> tuple[int, ...]:
 def _held_bytes(cell: CellConfig, files: ModelFiles, size: int, whole_layers: int) -> int:
     """Return the least bytes of a model of `size` bytes that a rank with whole layers holds.
 
-    Without the memory that loans go into. Where the share of feed-forward layers is unknown, they
-    count as all of the model.
+    Without the memory that loans go into. Where the config does not say how large layers are, all
+    of the model counts as divided.
     """
-    model = files.config or {}
-    ffn = ffn_share(model)
-    whole = whole_share(model, whole_layers)
-    divided = 1 - whole * (ffn or 0.0)
-    if cell.borrow == "ffn":
-        divided = (1.0 if ffn is None else ffn) * (1 - whole)
-    return int(size * (1 - divided * (1 - 1 / cell.weight_parts)))
+    config = files.config or {}
+    model = model_size(config)
+    if model is None:
+        return size // cell.weight_parts
+    element = element_bytes(config)
+    held = held_bytes(model, element, cell.weight_parts, cell.borrow, whole_layers)
+    return int(size * (held.weights + held.whole_layers) / held_bytes(model, element).total)
 
 
 def _remedy(config: Config, files: ModelFiles, size: int, room: int) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from coordinator.protocol.config import Config, ConfigError
 from coordinator.protocol.engine_options import OptionError, last_value, read_options
-from coordinator.protocol.ffn_share import billions_of
 from coordinator.protocol.model_files import Fetch, ModelFilesError, find_model
+from coordinator.protocol.model_size import billions_of
 
 
 def with_sized_goals(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.protocol.config import ConfigError, check_config, dump_config, load_config
-from coordinator.protocol.ffn_share import billions_of
+from coordinator.protocol.model_size import billions_of
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.sized_goals import with_sized_goals
 from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B

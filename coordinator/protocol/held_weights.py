@@ -1,0 +1,167 @@
+"""The bytes of weights that one rank holds, by how the cell divides them. From config.json. Pure.
+
+Ranks hold all weights (one part), or one of several parts: of the feed-forward layers (`ffn`), or
+of all linear layers and the lm_head (`none`, `all`; with `all` also of the token embeddings). Ranks
+that borrow have a ring besides, the memory into which they copy the parts of others
+(worker/engine/weights/lending.py).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from comm_pool.loans import spread_whole
+from coordinator.protocol.engine_options import GivenOption, last_value
+from coordinator.protocol.model_size import ModelSize
+
+Borrow = Literal["none", "ffn", "all"]
+
+FOUR_BYTES = ("float32", "float")
+"""vLLM's names of the type of four bytes; all other types of weights and KV have two."""
+GROUP_BITS = 20
+"""Bits of a scale (16) and a zero (4) of one group of AWQ or GPTQ."""
+GROUP_DEFAULT = 128
+"""Weights in such a group where the checkpoint does not say."""
+_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "bitsandbytes": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0}
+"""Quantization -> bits of a weight, with its scales."""
+_GROUPED = ("awq", "gptq", "awq_marlin", "gptq_marlin", "auto-round")
+_QUANTIZATIONS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """Bytes of an element once it is loaded."""
+
+    linear: float
+    """Of linear layers and experts, which a quantization makes smaller."""
+    other: int
+    """Of embeddings, lm_head, norms and KV."""
+
+
+def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()) -> ElementBytes:
+    """Return the bytes that vLLM gives to elements, by its options and the checkpoint.
+
+    Without `--dtype` vLLM loads float32 checkpoints in a type of two bytes as well.
+    """
+    other = 4 if (last_value(options, "--dtype") or "auto") in FOUR_BYTES else 2
+    stored = next((found for name in _QUANTIZATIONS if (found := config.get(name))), None)
+    given = last_value(options, "--quantization")
+    bits = _quantized_bits(stored if isinstance(stored, Mapping) else {}, given)
+    return ElementBytes(other if bits is None else bits / 8, other)
+
+
+def _quantized_bits(stored: Mapping[str, Any], given: str | None) -> float | None:
+    """Return the bits of a quantized weight; None if linear layers are not quantized."""
+    name = str(stored.get("quant_method") or given or "").lower()
+    if not name and "config_groups" in stored:
+        name = "compressed-tensors"
+    if name in ("", "none"):
+        return None
+    if name in _GROUPED:
+        bits = int(stored.get("bits") or stored.get("w_bit") or 4)
+        group = int(stored.get("group_size") or GROUP_DEFAULT)
+        return bits + GROUP_BITS / (group if group > 0 else GROUP_DEFAULT)
+    if name == "compressed-tensors":
+        return _compressed_bits(stored)
+    return _BITS.get(name, 8.0)
+
+
+def _compressed_bits(stored: Mapping[str, Any]) -> float:
+    groups = stored.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("num_bits"):
+            size = weights.get("group_size")
+            scales = GROUP_BITS / size if isinstance(size, int) and size > 0 else 0.0
+            return float(weights["num_bits"]) + scales
+    return 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """The bytes that a rank holds, by what they are for."""
+
+    weights: int
+    ring: int
+    whole_layers: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.ring + self.whole_layers
+
+
+def held_bytes(
+    size: ModelSize,
+    element: ElementBytes,
+    parts: int = 1,
+    borrow: Borrow = "ffn",
+    whole_layers: int = 0,
+) -> HeldBytes:
+    """Return what a rank holds of a model in `parts` parts, of which `borrow` says what is divided.
+
+    It holds `whole_layers` layers whole, none of them if it borrows nothing.
+    """
+    if parts == 1:
+        return HeldBytes(_bytes(size, element, size.attention, size.feed_forward, 1, 1), 0, 0)
+    feed_forward = size.feed_forward / parts
+    if borrow == "ffn":
+        weights = _bytes(size, element, size.attention, feed_forward, 1, 1)
+    else:
+        heads = max(1, size.kv_heads // parts) * parts / size.kv_heads
+        kv = 2 * size.hidden * size.head_dim * size.kv_heads * size.layers
+        attention = (size.attention - kv + kv * heads) / parts
+        in_parts = 1 if borrow == "none" else parts
+        weights = _bytes(size, element, attention, feed_forward, in_parts, parts)
+    if borrow == "none":
+        return HeldBytes(weights, 0, 0)
+    units = list(_unit_kinds(size, element, parts, borrow))
+    ring = sum(unit * min(parts, count * (parts - 1)) for unit, count in units)
+    return HeldBytes(
+        weights, int(ring), _whole_bytes(size, element, parts, borrow, min(whole_layers, size.layers))
+    )
+
+
+def _bytes(
+    size: ModelSize,
+    element: ElementBytes,
+    attention: float,
+    feed_forward: float,
+    embedding_parts: int,
+    lm_head_parts: int,
+) -> int:
+    others = size.embeddings / embedding_parts + size.lm_head / lm_head_parts + size.small_elements
+    return int((attention + feed_forward) * element.linear + others * element.other)
+
+
+def _unit_kinds(
+    size: ModelSize, element: ElementBytes, parts: int, borrow: Borrow
+) -> Iterator[tuple[float, int]]:
+    """Yield the bytes of the largest loan of each kind that is borrowed, and how many layers have it.
+
+    A rank has as many slots for the loans of a kind as there are parts.
+    """
+    dense_layers = size.layers - size.expert_layers
+    networks = dense_layers + (size.expert_layers if size.shared_elements else 0)
+    largest = max(size.dense_elements if dense_layers else 0, size.shared_elements)
+    if networks:
+        yield largest * element.linear / parts, networks
+    if size.expert_layers:
+        yield size.expert_elements * element.linear / parts, size.expert_layers
+    if borrow == "all":
+        yield size.qkv_layer * element.linear / parts, size.layers
+        yield size.output_layer * element.linear / parts, size.layers
+
+
+def _whole_bytes(
+    size: ModelSize, element: ElementBytes, parts: int, borrow: Borrow, count: int
+) -> int:
+    """Return the bytes of the parts of others that a rank with `count` whole layers keeps."""
+    of_attention = size.qkv_layer + size.output_layer if borrow == "all" else 0
+    total = count * of_attention
+    for layer in spread_whole(size.layers, count):
+        has_experts = layer >= size.layers - size.expert_layers
+        total += (
+            size.expert_elements + size.shared_elements if has_experts else size.dense_elements
+        )
+    return int(total * element.linear * (parts - 1) / parts)
