@@ -279,6 +279,7 @@ def _add_operator_commands(commands: "Commands") -> None:
     _add_key(commands)
     _add_config(commands)
     _add_doctor(commands)
+    _add_plan(commands)
 
 
 def _add_doctor(commands: "Commands") -> None:
@@ -295,6 +296,44 @@ def _add_doctor(commands: "Commands") -> None:
     doctor.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="with --model: as in aileron up"
     )
+
+
+def _add_plan(commands: "Commands") -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a model needs on some GPUs, and what fits",
+        description="Say from a model's config.json alone what each layout holds: weights and KV "
+        "tokens, the longest request, whether it fits, and what to change if not.",
+        epilog="As in aileron up, options of vLLM may follow after --.",
+    )
+    plan.set_defaults(command=_plan)
+    add = plan.add_argument
+    add("model", metavar="MODEL", help="folder or Hugging Face id")
+    add("--gpus", type=int, metavar="N", help="default: every GPU of this machine, or 1")
+    add(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory of each GPU as nvidia-smi lists it, in GiB; default: that of this machine's",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
+    add("--weight-parts", type=int, metavar="N", help="only this number; default: all that fit")
+    add("--borrow", choices=("none", "ffn", "all"), help="only this; default: each")
+    add("--whole-layers", type=int, metavar="N", help="as in aileron up; default: 0")
+    add("--mixed", metavar="sp2tp2", help="as in aileron up")
+    add("--revision", metavar="NAME", help="revision on Hugging Face; default: main")
+    for name, kind, metavar in (
+        ("max-model-len", str, "TOKENS"),
+        ("gpu-memory-utilization", float, "SHARE"),
+        ("dtype", str, "TYPE"),
+        ("quantization", str, "NAME"),
+        ("max-num-seqs", int, "N"),
+        ("max-num-batched-tokens", str, "N"),
+        ("kv-cache-memory-bytes", str, "BYTES"),
+        ("block-size", int, "TOKENS"),
+    ):
+        add(f"--{name}", type=kind, metavar=metavar, help="as in vLLM")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _add_replay(commands: "Commands") -> None:
@@ -467,6 +506,12 @@ def _replay(options: argparse.Namespace) -> int:
     from coordinator.cli.replay import run_replay
 
     return run_replay(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from coordinator.cli.plan import run_plan
+
+    return run_plan(options)
 
 
 def _key_new(options: argparse.Namespace) -> int:

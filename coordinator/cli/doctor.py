@@ -18,17 +18,21 @@ from typing import Any
 
 from comm_pool.ports import LOOPBACK
 from coordinator.cli.errors import CliError
-from coordinator.cli.hardware import gpu_names
+from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.up import check_files
-from coordinator.protocol.config import dump_config
+from coordinator.protocol.config import Config, dump_config
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.engine_options import read_options
+from coordinator.protocol.model_check import whole_counts
 from coordinator.protocol.model_files import weight_bytes
 from coordinator.protocol.model_support import architectures
 from coordinator.protocol.nccl import can_share, nccl_version
 from coordinator.protocol.tested_models import TESTED_ARCHITECTURES
+from coordinator.sizing.cell_plan import Division, plan_cell
+from coordinator.sizing.model_facts import device_of, facts_of
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -98,7 +102,30 @@ def check_one_model(options: argparse.Namespace) -> int:
         )
     if size:
         print(f"ok       weights   {size / MIB:,.0f} MiB in files")
+    _print_plan(config, files.config)
     return 0
+
+
+def _print_plan(config: Config, model: Mapping[str, Any]) -> None:
+    """Print what each rank would hold, where the model and the device say how much."""
+    cell = config.cell
+    memory = host_memory_bytes() if cell.device == "cpu" else gpu_memory_bytes()
+    given, _ = read_options(config.model.engine_args)
+    facts = facts_of(model, given, cell.device, memory)
+    if facts is None or not memory or cell.ranks_per_device > 1:
+        return
+    counts = whole_counts(cell) or (0,)
+    division = Division(
+        cell.ranks, cell.widths, cell.weight_parts, cell.borrow, max(counts), config.mixed_groups()
+    )
+    plan = plan_cell(facts, device_of(given, cell.device, memory, cell.ranks), division)
+    words = (
+        f"each rank: {plan.held.total / MIB:,.0f} MiB of weights, "
+        f"{plan.kv_bytes / MIB:,.0f} MiB of KV for {plan.rank_tokens:,} tokens"
+    )
+    print(f"{'ok  ' if plan.fits else 'note'}     memory    {words}")
+    if not plan.fits:
+        print(f"           {'':<8}-> {plan.reason} See `aileron plan`.")
 
 
 def _checks() -> Iterator[Check]:

@@ -23,4 +23,5 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 
 
 def _is_number(text: str) -> bool:
-    return text in ("", "-") or text.replace(".", "", 1).replace("-", "", 1).isdigit()
+    plain = text.replace(",", "").replace(".", "", 1).replace("-", "", 1)
+    return text in ("", "-") or plain.isdigit()

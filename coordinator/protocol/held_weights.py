@@ -118,7 +118,9 @@ def held_bytes(
     units = list(_unit_kinds(size, element, parts, borrow))
     ring = sum(unit * min(parts, count * (parts - 1)) for unit, count in units)
     return HeldBytes(
-        weights, int(ring), _whole_bytes(size, element, parts, borrow, min(whole_layers, size.layers))
+        weights,
+        int(ring),
+        _whole_bytes(size, element, parts, borrow, min(whole_layers, size.layers)),
     )
 
 
@@ -130,14 +132,15 @@ def _bytes(
     embedding_parts: int,
     lm_head_parts: int,
 ) -> int:
-    others = size.embeddings / embedding_parts + size.lm_head / lm_head_parts + size.small_elements
+    others = size.embeddings / embedding_parts + size.lm_head / lm_head_parts
+    others += size.small_elements + size.rope_elements
     return int((attention + feed_forward) * element.linear + others * element.other)
 
 
 def _unit_kinds(
     size: ModelSize, element: ElementBytes, parts: int, borrow: Borrow
 ) -> Iterator[tuple[float, int]]:
-    """Yield the bytes of the largest loan of each kind that is borrowed, and how many layers have it.
+    """Yield the bytes of the largest loan of each kind that is borrowed, and its layers' number.
 
     A rank has as many slots for the loans of a kind as there are parts.
     """
@@ -161,7 +164,5 @@ def _whole_bytes(
     total = count * of_attention
     for layer in spread_whole(size.layers, count):
         has_experts = layer >= size.layers - size.expert_layers
-        total += (
-            size.expert_elements + size.shared_elements if has_experts else size.dense_elements
-        )
+        total += size.expert_elements + size.shared_elements if has_experts else size.dense_elements
     return int(total * element.linear * (parts - 1) / parts)

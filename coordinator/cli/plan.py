@@ -1,0 +1,312 @@
+"""`aileron plan`: what a model needs on some GPUs, and what fits, from its config.json alone."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from comm_pool.mixed import Mixed, MixedError, read_mixed
+from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
+from coordinator.cli.tables import format_table
+from coordinator.protocol.engine_options import GivenOption, OptionError, read_options
+from coordinator.protocol.model_check import check_ranges
+from coordinator.protocol.model_files import ModelFilesError, find_model
+from coordinator.protocol.model_support import Holding, refusals
+from coordinator.sizing.cell_plan import (
+    CellPlan,
+    Division,
+    LayoutPlan,
+    divisions,
+    fewest_gpus,
+    longest_length,
+    plan_cell,
+)
+from coordinator.sizing.model_facts import Device, ModelFacts, device_of, facts_of
+
+GIB = 2**30
+RANKS_MAX = 64
+"""The most GPUs that `aileron plan` looks at."""
+SHORTEST_LENGTH = 1_024
+"""No shorter requests are advised, in tokens."""
+OPTIONS = (
+    *("max_model_len", "gpu_memory_utilization", "dtype", "quantization"),
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"),
+)
+"""Options of vLLM that change sizes, as `aileron plan` has them too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model on some devices: one plan for each way to hold its weights."""
+
+    name: str
+    facts: ModelFacts
+    device: Device
+    ranks: int
+    cells: tuple[CellPlan, ...]
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the plan; the status is 1 if the model fits in no layout."""
+    found = plan_model(options)
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print("\n".join(_lines(found)))
+    return 0 if any(cell.fits for cell in found.cells) else 1
+
+
+def plan_model(options: argparse.Namespace) -> ModelPlan:
+    """Return the plan that these options ask for; raises `CliError`."""
+    given = _engine_options(options)
+    kind = _kind(options)
+    ranks = options.gpus if options.gpus is not None else max(1, len(gpu_names()))
+    if not 1 <= ranks <= RANKS_MAX:
+        raise CliError(f"--gpus {ranks}: use 1 to {RANKS_MAX}.", USAGE_STATUS)
+    memory = _memory_bytes(options, kind)
+    try:
+        config = find_model(options.model, os.environ, revision=options.revision or "").config
+    except ModelFilesError as error:
+        raise CliError(str(error), USAGE_STATUS) from error
+    if config is None:
+        raise CliError(
+            f"the config.json of {options.model} cannot be had: Hugging Face does not answer, and "
+            "its cache has no such model; name the folder of a model, or download it first.",
+        )
+    facts = facts_of(config, given, kind, memory)
+    if facts is None:
+        for reason in refusals(config, given, kind):
+            raise CliError(f"{options.model}: {reason}")
+        raise CliError(
+            f"the config.json of {options.model} does not say how large the model is: "
+            "`aileron plan` needs hidden_size, num_hidden_layers, num_attention_heads and "
+            "vocab_size.",
+        )
+    device = device_of(given, kind, memory, ranks)
+    cells = []
+    for division in _divisions(options, facts, ranks):
+        holding = Holding(division.widths[-1], division.parts, division.borrow)
+        refused = next(refusals(config, given, kind, division.widths, holding), "")
+        cells.append(plan_cell(facts, device, division, refused))
+    found = ModelPlan(options.model, facts, device, ranks, tuple(cells))
+    return replace(found, cells=tuple(with_advice(found)))
+
+
+def with_advice(plan: ModelPlan) -> Iterator[CellPlan]:
+    """Yield the cells, with what to change for those that do not start."""
+    fitting = next((cell for cell in plan.cells if cell.fits), None)
+    for cell in plan.cells:
+        yield cell if cell.fits else replace(cell, advice=_advice(plan, cell, fitting))
+
+
+def _advice(plan: ModelPlan, cell: CellPlan, fitting: CellPlan | None) -> str:
+    length = longest_length(plan.facts, cell)
+    found = []
+    if length >= SHORTEST_LENGTH and length < plan.facts.length:
+        found.append(f"use --max-model-len {length // 256 * 256}")
+    if fitting is not None:
+        other = fitting.division
+        found.append(f"use {other.name}" if other.parts > 1 else "let ranks hold all weights")
+    if not found and plan.device.kind == "cuda":
+        more = fewest_gpus(plan.facts, plan.device, RANKS_MAX)
+        if more is not None and more.division.ranks > plan.ranks:
+            how = "" if more.division.parts == 1 else f" with {more.division.name}"
+            found.append(f"use {more.division.ranks} such GPUs{how}")
+    if not found:
+        found.append("use a smaller model, a quantized one, or larger devices")
+    return f"{', or '.join(found)}."
+
+
+def _kind(options: argparse.Namespace) -> str:
+    if options.device in ("cpu", "cuda"):
+        return str(options.device)
+    return (
+        "cuda" if options.memory is not None or options.gpus is not None or gpu_names() else "cpu"
+    )
+
+
+def _memory_bytes(options: argparse.Namespace, kind: str) -> int:
+    if options.memory is not None:
+        if not 0 < options.memory < 2**20:
+            raise CliError(
+                f"--memory {options.memory:g}: use the GiB of one GPU, such as 80.", USAGE_STATUS
+            )
+        return int(options.memory * GIB)
+    size = host_memory_bytes() if kind == "cpu" else gpu_memory_bytes()
+    if not size:
+        raise CliError(
+            "this machine has no GPU whose memory is known: add --memory GIB, such as --memory 80.",
+            USAGE_STATUS,
+        )
+    return size
+
+
+def _engine_options(options: argparse.Namespace) -> list[GivenOption]:
+    """Return vLLM's options among those of the command line; raises `CliError`."""
+    words = [*options.engine_args]
+    for name in OPTIONS:
+        if (value := getattr(options, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    try:
+        given, others = read_options(words)
+        if others:
+            raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
+        check_ranges(given)
+    except OptionError as error:
+        raise CliError(str(error), USAGE_STATUS) from error
+    return given
+
+
+def _divisions(options: argparse.Namespace, facts: ModelFacts, ranks: int) -> Iterator[Division]:
+    """Yield the ways to hold the weights that the options leave."""
+    shapes: list[Mixed] = []
+    try:
+        shapes = [read_mixed(text) for text in (options.mixed or "").split(",") if text]
+    except MixedError as error:
+        raise CliError(f"--mixed: {error}", USAGE_STATUS) from error
+    whole = options.whole_layers or 0
+    count = 0
+    for each in divisions(facts.size, ranks, shapes, whole):
+        wrong = [str(shape) for shape in shapes if shape.width not in each.widths]
+        if wrong:
+            raise CliError(
+                f"--mixed {wrong[0]}: groups of this model on {ranks} GPUs are "
+                f"{', '.join(map(str, each.widths))} wide.",
+                USAGE_STATUS,
+            )
+        if options.weight_parts not in (None, each.parts):
+            continue
+        if options.borrow not in (None, each.borrow) and each.parts > 1:
+            continue
+        count += 1
+        yield each
+    if not count:
+        raise CliError(
+            f"--weight-parts {options.weight_parts} does not go with {ranks} GPUs and this model's "
+            "heads: use a power of two up to the widest group.",
+            USAGE_STATUS,
+        )
+
+
+def as_json(plan: ModelPlan) -> dict[str, Any]:
+    """Return the plan as JSON: bytes and tokens, unless a name says otherwise."""
+    size, element = plan.facts.size, plan.facts.element
+    return {
+        "model": plan.name,
+        "elements": size.elements,
+        "bytes_per_element": {"linear": element.linear, "other": element.other},
+        "device": plan.device.kind,
+        "ranks": plan.ranks,
+        "memory_bytes": plan.device.memory_bytes,
+        "share": plan.device.share,
+        "max_model_len": plan.facts.length,
+        "tokens_per_step": plan.facts.limits.tokens,
+        "tasks": plan.facts.limits.tasks,
+        "kv_bytes_per_token": plan.facts.geometry.page_bytes // plan.facts.block_tokens,
+        "cells": [_cell_json(cell) for cell in plan.cells],
+    }
+
+
+def _cell_json(cell: CellPlan) -> dict[str, Any]:
+    return {
+        "weight_parts": cell.division.parts,
+        "borrow": cell.division.borrow if cell.division.parts > 1 else None,
+        "whole_layers": cell.division.whole_layers,
+        "widths": list(cell.division.widths),
+        "fits": cell.fits,
+        "reason": cell.reason,
+        "advice": cell.advice,
+        "room_bytes": cell.room_bytes,
+        "weights_bytes": cell.held.weights,
+        "ring_bytes": cell.held.ring,
+        "whole_layers_bytes": cell.held.whole_layers,
+        "activations_bytes": cell.other.activations,
+        "graphs_bytes": cell.other.graphs,
+        "communicators_bytes": cell.other.communicators,
+        "workspace_bytes": cell.other.workspace,
+        "kv_bytes": cell.kv_bytes,
+        "pages": cell.pages,
+        "rank_tokens": cell.rank_tokens,
+        "layouts": [
+            {
+                "layout": each.layout,
+                "group_tokens": list(each.group_tokens),
+                "cell_tokens": each.cell_tokens,
+                "longest_request": each.longest_request,
+            }
+            for each in cell.layouts
+        ],
+    }
+
+
+def _lines(plan: ModelPlan) -> Iterator[str]:
+    facts, size = plan.facts, plan.facts.size
+    many = "s" if plan.ranks > 1 else ""
+    unit = f"GPU{many} of" if plan.device.kind == "cuda" else f"rank{many} on the CPU, in"
+    used = f", of which {plan.device.share:g} is used" if plan.device.kind == "cuda" else ""
+    yield (
+        f"{plan.name}: {_count(size.elements)} weights, {size.layers} layers, "
+        f"{facts.geometry.page_bytes // facts.block_tokens / 1024:,.0f} KiB of KV per token"
+    )
+    yield (
+        f"{plan.ranks} {unit} {plan.device.memory_bytes / GIB:,.1f} GiB{used}; requests of up to "
+        f"{facts.length:,} tokens, {facts.limits.tokens:,} tokens and {facts.limits.tasks:,} tasks "
+        "a step"
+    )
+    yield ""
+    is_cuda = plan.device.kind == "cuda"
+    needs = ("activations", "graphs", "communicators", "workspace") if is_cuda else ()
+    headers = ("ranks hold", "weights", *needs, "KV", "KV tokens", "starts")
+    rows = [
+        (
+            cell.division.name,
+            _gib(cell.held.total),
+            *(_gib(getattr(cell.other, name)) for name in needs),
+            _gib(cell.kv_bytes),
+            f"{cell.rank_tokens:,}" if cell.fits else "-",
+            "yes" if cell.fits else "no",
+        )
+        for cell in plan.cells
+    ]
+    yield "Of each rank, in GiB:"
+    yield format_table(headers, rows)
+    for cell in plan.cells:
+        if not cell.fits:
+            yield f"{cell.division.name}: {cell.reason} Remedy: {cell.advice}"
+    yield ""
+    layouts = [
+        (
+            cell.division.name,
+            names,
+            f"{max(first.group_tokens):,}",
+            f"{first.cell_tokens:,}",
+            f"{first.longest_request:,}",
+        )
+        for cell in plan.cells
+        if cell.fits
+        for names, first in _alike(cell)
+    ]
+    if layouts:
+        yield "KV tokens by layout:"
+        headers = ("ranks hold", "layout", "widest group", "cell", "longest request")
+        yield format_table(headers, layouts)
+
+
+def _alike(cell: CellPlan) -> Iterator[tuple[str, LayoutPlan]]:
+    """Yield the names of layouts whose numbers are the same, and one of them."""
+    groups: dict[tuple[int, ...], list[LayoutPlan]] = {}
+    for each in cell.layouts:
+        groups.setdefault(each.group_tokens, []).append(each)
+    for alike in groups.values():
+        yield ", ".join(each.layout for each in alike), alike[0]
+
+
+def _count(elements: int) -> str:
+    return f"{elements / 1e9:,.2f} billion" if elements >= 1e8 else f"{elements / 1e6:,.2f} million"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.{1 if size >= GIB / 10 or not size else 3}f}"

@@ -1,0 +1,216 @@
+"""What a cell of some ranks holds: divisions, layouts, pages, reasons and defaults."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from vllm.config import CacheConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+
+from comm_pool.mixed import Mixed
+from coordinator.protocol.engine_options import read_options
+from coordinator.protocol.held_weights import ElementBytes, element_bytes, held_bytes
+from coordinator.protocol.kv_defaults import CUDA_BLOCK_TOKENS
+from coordinator.protocol.model_length import model_length
+from coordinator.protocol.model_size import model_size
+from coordinator.sizing.cell_plan import (
+    CellPlan,
+    Division,
+    divisions,
+    fewest_gpus,
+    longest_length,
+    plan_cell,
+)
+from coordinator.sizing.device_memory import GIB, default_limits
+from coordinator.sizing.model_facts import ModelFacts, device_of, facts_of
+from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B
+from tests.harness.vllm.families import FAMILIES, SIZES, Family
+
+MODEL = {**QWEN3_32B, "model_type": "qwen3", "max_position_embeddings": 40_960}
+BF16 = ElementBytes(2, 2)
+
+
+def facts(*words: str, config: dict[str, Any] = MODEL, memory: int = 80 * GIB) -> ModelFacts:
+    found = facts_of(config, read_options(words)[0], "cuda", memory)
+    assert found is not None
+    return found
+
+
+def plan(division: Division, *words: str, gib: int = 80) -> CellPlan:
+    device = device_of(read_options(words)[0], "cuda", gib * GIB, division.ranks)
+    return plan_cell(facts(*words, memory=gib * GIB), device, division)
+
+
+def test_layouts_differ_in_the_tokens_of_groups_alone() -> None:
+    """A page of a wide group holds more tokens, and no layout moves the weights."""
+    found = plan(Division(4, (1, 2, 4), mixed=(Mixed(2, 2),)))
+    layouts = {each.layout: each for each in found.layouts}
+    own = found.rank_tokens
+    assert own == (found.pages - 1) * CUDA_BLOCK_TOKENS > 0
+    assert layouts["dp4"].group_tokens == (own,) * 4
+    assert layouts["tp2+tp2"].group_tokens == (2 * own, 2 * own)
+    assert layouts["tp2+dp2"].group_tokens == (2 * own, own, own)
+    for name in ("tp4", "sp4", "shift4", "sp2tp2", "shift2tp2"):
+        assert layouts[name].group_tokens == (4 * own,)
+        assert layouts[name].longest_request == min(40_960, 4 * own)
+    assert {each.cell_tokens for each in layouts.values()} == {4 * own}
+
+
+def test_more_ranks_than_heads_hold_the_tokens_of_the_heads() -> None:
+    """Four KV heads: eight ranks hold each of them twice."""
+    found = facts(config={**QWEN3_30B_A3B, "max_position_embeddings": 4_096})
+    device = device_of([], "cuda", 80 * GIB, 8)
+    cell = plan_cell(found, device, Division(8, (1, 2, 4, 8)))
+    layouts = {each.layout: each for each in cell.layouts}
+    assert max(layouts["tp8"].group_tokens) == 4 * cell.rank_tokens
+
+
+def test_ranks_with_parts_serve_in_fewer_groups() -> None:
+    borrowing = {each.layout for each in plan(Division(4, (1, 2, 4), 4, "ffn")).layouts}
+    assert borrowing == {"dp4", "tp4", "sp4", "shift4"}
+    alone = {each.layout for each in plan(Division(4, (1, 2, 4), 4, "none")).layouts}
+    assert alone == {"tp4"}
+    shape = (Mixed(2, 2),)
+    halves = {each.layout for each in plan(Division(4, (1, 2, 4), 2, "none", mixed=shape)).layouts}
+    assert halves == {"tp4", "sp2tp2", "shift2tp2"}
+
+
+def test_what_is_divided_by_each_way_to_borrow() -> None:
+    size = model_size(MODEL)
+    assert size is not None
+    whole = held_bytes(size, BF16)
+    ffn, every, none = (held_bytes(size, BF16, 2, each) for each in ("ffn", "all", "none"))
+    assert whole.weights - ffn.weights == size.feed_forward  # a half, of two bytes
+    divided = size.feed_forward + size.attention + size.lm_head
+    assert whole.weights - none.weights == divided
+    assert whole.weights - every.weights == divided + size.embeddings
+    assert none.ring == whole.ring == 0
+    assert ffn.ring == 2 * size.dense_elements  # two slots, each of a half of a layer
+    assert every.ring == ffn.ring + 2 * (size.qkv_layer + size.output_layer)
+    some = held_bytes(size, BF16, 2, "ffn", 16)
+    assert some.whole_layers == 16 * size.dense_elements
+    assert some.weights == ffn.weights
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "linear"),
+    [
+        ({}, (), 2),
+        ({"torch_dtype": "float32"}, ("--dtype", "float32"), 4),
+        ({}, ("--quantization", "fp8_per_tensor"), 1),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), 1),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, (), 0.52),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": -1}}, (), 1.02),
+        (
+            {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": 8}}}}},
+            (),
+            1,
+        ),
+        ({"quantization_config": "fp8"}, (), 2),
+    ],
+)
+def test_bytes_of_linear_layers(
+    config: dict[str, Any], words: tuple[str, ...], linear: float
+) -> None:
+    found = element_bytes(config, read_options(words)[0])
+    assert found.linear == pytest.approx(linear, abs=0.005)
+
+
+def test_a_cell_that_does_not_start_says_why() -> None:
+    small = plan(Division(2, (1, 2)), gib=40)
+    assert not small.fits
+    assert small.reason == "The weights and what steps need exceed the memory."
+    assert small.kv_bytes == small.rank_tokens == 0
+    tight = plan(Division(2, (1, 2)), "--gpu-memory-utilization", "0.87")
+    assert "A request of 40,960 tokens needs" in tight.reason
+    length = longest_length(facts(), tight)
+    again = ("--gpu-memory-utilization", "0.87", "--max-model-len", str(length))
+    assert plan(Division(2, (1, 2)), *again).fits
+    again = (*again[:3], str(length + 32))
+    assert not plan(Division(2, (1, 2)), *again).fits
+
+
+def test_kv_memory_that_is_asked_for() -> None:
+    words = ("--kv-cache-memory-bytes", "4G")
+    found = plan(Division(1, (1,)), *words, "--max-model-len", "8k")
+    assert found.kv_bytes == 4 * GIB
+    assert found.pages == 4 * GIB // (64 * 2 * 8 * 128 * 2 * 16)
+    assert (
+        "exceeds what the weights leave"
+        in plan(Division(1, (1,)), "--kv-cache-memory-bytes", "40G").reason
+    )
+
+
+def test_the_fewest_gpus() -> None:
+    device = device_of([], "cuda", 24 * GIB, 1)
+    found = fewest_gpus(facts(memory=24 * GIB), device, 64)
+    assert found is not None
+    assert (found.division.ranks, found.fits) == (8, True)
+    assert fewest_gpus(facts(memory=24 * GIB), device, 2) is None
+
+
+def test_divisions_follow_the_heads() -> None:
+    size = model_size({**MODEL, "num_attention_heads": 40, "num_key_value_heads": 8})
+    assert size is not None
+    assert {each.widths for each in divisions(size, 16)} == {(1, 2, 4, 8)}
+    assert [each.parts for each in divisions(size, 6)] == [1, 2, 2, 2]
+
+
+def test_defaults_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CacheConfig.DEFAULT_BLOCK_SIZE == CUDA_BLOCK_TOKENS
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    for gib, name in ((40, "NVIDIA L40S"), (80, "NVIDIA H100"), (180, "NVIDIA B200")):
+        size = gib * GIB
+        platform = type(current_platform)
+        size_of, name_of = partial(_always, size), partial(_always, name)
+        monkeypatch.setattr(platform, "get_device_total_memory", size_of)
+        monkeypatch.setattr(platform, "get_device_name", name_of)
+        tokens, tasks = EngineArgs.get_batch_defaults(1)
+        server = UsageContext.OPENAI_API_SERVER
+        limits = default_limits(size)
+        assert (limits.tokens, limits.tasks) == (tokens[server], tasks[server])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[each.slug for each in FAMILIES])
+def test_lengths_are_those_of_vllm(family: Family) -> None:
+    config = config_of(family)
+    assert model_length(json.loads(config.to_json_string(use_diff=True))) == vllm_length(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_scaled_lengths_are_those_of_vllm(rope: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("qwen3", **SIZES, rope_parameters={"rope_theta": 1e6, **rope})
+    assert model_length(json.loads(config.to_json_string(use_diff=True))) == vllm_length(config)
+
+
+def _always(value: Any, *_: object) -> Any:
+    return value
+
+
+def config_of(family: Family) -> Any:
+    given = {**SIZES, **family.fields}
+    fields = {name: value for name, value in given.items() if value is not ...}
+    return AutoConfig.for_model(family.kind, **fields)
+
+
+def vllm_length(config: Any) -> int:
+    """What vLLM derives."""
+    from vllm.config.model import _get_and_verify_max_len
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    found = ModelArchConfigConvertorBase(config, config)
+    derived = type("Derived", (), {"derived_max_model_len_and_key": None})()
+    derived.derived_max_model_len_and_key = found.derive_max_model_len_and_key()
+    return int(_get_and_verify_max_len(config, derived, None, None, False, None))

@@ -1,0 +1,194 @@
+"""`aileron plan`: its table and its JSON, its advice, and one sentence for each mistake."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli import main, plan
+from tests.harness.coordinator.published_models import CONFIGS, fill_cache
+
+LIMIT_S = 2.0
+QWEN = "Qwen/Qwen3-32B"
+LLAMA = "meta-llama/Llama-3.1-70B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_cache(tmp_path / "hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(plan, "gpu_names", lambda: ())
+    monkeypatch.setattr(plan, "gpu_memory_bytes", lambda: 0)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) != 0
+    found = capsys.readouterr().err.strip()
+    assert "\n" not in found
+    return found
+
+
+def test_without_torch_and_within_two_seconds() -> None:
+    """An unknown share of the time is this machine's: the faster of two runs counts."""
+    code = (
+        "import sys; from coordinator.cli import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules); sys.exit(status)"
+    )
+    words = ["plan", QWEN, "--gpus", "4", "--memory", "80"]
+    took = []
+    for _ in range(2):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code, *words], env=os.environ, check=True)
+        took.append(time.perf_counter() - started)
+    assert min(took) < LIMIT_S
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", QWEN, "--gpus", "2", "--memory", "80"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("32.76 billion", "256 KiB of KV", "0.92 is used", "up to 40,960 tokens"):
+        assert text in shown
+    for text in ("all weights", "--weight-parts 2 --borrow none", "tp2, sp2, shift2"):
+        assert text in shown
+
+
+def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, QWEN, "--gpus", "2", "--memory", "80")
+    assert found["kv_bytes_per_token"] == 2 * 64 * 8 * 128 * 2
+    assert found["max_model_len"] == 40_960
+    assert [(each["weight_parts"], each["borrow"]) for each in found["cells"]] == [
+        (1, None),
+        (2, "ffn"),
+        (2, "all"),
+        (2, "none"),
+    ]
+    for cell in found["cells"]:
+        parts = ("weights", "ring", "whole_layers", "activations", "graphs", "communicators")
+        named = sum(cell[f"{name}_bytes"] for name in (*parts, "workspace", "kv"))
+        assert named == cell["room_bytes"]
+        for layout in cell["layouts"]:
+            assert layout["cell_tokens"] == sum(layout["group_tokens"])
+
+
+def test_options_change_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    base = (QWEN, "--gpus", "2", "--memory", "80", "--weight-parts", "1")
+    (usual,) = planned(capsys, *base)["cells"]
+    for words, grows in (
+        (("--gpu-memory-utilization", "0.95"), True),
+        (("--max-num-seqs", "256"), True),
+        (("--quantization", "fp8_per_tensor"), True),
+        (("--max-num-batched-tokens", "16k"), False),
+        (("--", "--enforce-eager"), True),
+    ):
+        if words[0] == "--":
+            main(["plan", *base, "--json", *words])
+            found = json.loads(capsys.readouterr().out)
+        else:
+            found = planned(capsys, *base, *words)
+        (changed,) = found["cells"]
+        assert (changed["kv_bytes"] > usual["kv_bytes"]) == grows, words
+    (short,) = planned(capsys, *base, "--max-model-len", "8k")["cells"]
+    assert {each["longest_request"] for each in short["layouts"]} == {8_000}
+    whole = planned(capsys, *base[:-1], "2", "--borrow", "ffn", "--whole-layers", "16")
+    assert whole["cells"][0]["whole_layers_bytes"] == 16 * 3 * 5_120 * 25_600
+
+
+def test_a_quantized_checkpoint_counts_as_its_config_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {**CONFIGS[LLAMA], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = planned(capsys, str(tmp_path), "--gpus", "2", "--memory", "140.4")
+    assert found["cells"][0]["weights_bytes"] == pytest.approx(72_666_860_032, rel=0.001)
+
+
+def test_what_does_not_fit_gets_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, LLAMA, "--gpus", "2", "--memory", "80")
+    assert not any(each["fits"] for each in found["cells"])
+    halves = found["cells"][3]
+    assert "A request of 131,072 tokens needs" in halves["reason"] or halves["kv_bytes"] == 0
+    assert main(["plan", LLAMA, "--gpus", "2", "--memory", "80"]) == 1
+    shown = capsys.readouterr().out
+    assert "such GPUs" in shown
+    four = planned(capsys, LLAMA, "--gpus", "4", "--memory", "80")
+    assert not four["cells"][0]["fits"]
+    assert four["cells"][0]["advice"] == "use --weight-parts 4 --borrow ffn."
+
+
+def test_advice_is_right_when_it_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    base = (QWEN, "--gpus", "4", "--memory", "40")
+    found = planned(capsys, *base)
+    tight = next(each for each in found["cells"] if "--max-model-len" in each["advice"])
+    length = tight["advice"].split("--max-model-len ")[1].split(",")[0]
+    again = planned(capsys, *base, "--max-model-len", length)
+    same = next(
+        each
+        for each in again["cells"]
+        if (each["weight_parts"], each["borrow"]) == (tight["weight_parts"], tight["borrow"])
+    )
+    assert same["fits"]
+
+
+def test_what_cannot_be_served_so_says_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Packed weights are served where no rank views them."""
+    config = {**CONFIGS[QWEN], "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = planned(capsys, str(tmp_path), "--gpus", "2", "--memory", "80")
+    fits = {(each["weight_parts"], each["borrow"]): each["fits"] for each in found["cells"]}
+    assert fits == {(1, None): False, (2, "ffn"): False, (2, "all"): True, (2, "none"): True}
+    assert "quantization 'awq'" in found["cells"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("Nobody/Nothing", "--memory", "80"), "is not in the cache"),
+        (("/no/folder", "--memory", "80"), "is no folder: check the path."),
+        ((QWEN,), None),
+        ((QWEN, "--gpus", "2"), "add --memory GIB, such as --memory 80."),
+        ((QWEN, "--gpus", "0", "--memory", "80"), "--gpus 0: use 1 to 64."),
+        ((QWEN, "--gpus", "2", "--memory", "-1"), "use the GiB of one GPU"),
+        ((QWEN, "--gpus", "2", "--memory", "80", "--weight-parts", "3"), "use a power of two"),
+        ((QWEN, "--gpus", "2", "--memory", "80", "--mixed", "sp2tp2"), "are 1, 2 wide"),
+        ((QWEN, "--gpus", "2", "--memory", "80", "--mixed", "tp2"), "is not a mixed group"),
+        ((QWEN, "--memory", "80", "--dtype", "int9"), "--dtype"),
+        ((QWEN, "--memory", "80", "--max-model-len", "long"), "--max-model-len"),
+        ((QWEN, "--memory", "80", "--gpu-memory-utilization", "3"), "--gpu-memory-utilization"),
+    ],
+)
+def test_mistakes(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str | None
+) -> None:
+    if sentence is None:
+        # Without GPUs the machine itself is planned, as `aileron up` serves on it.
+        assert main(["plan", *words]) in (0, 1)
+        assert "rank on the CPU" in capsys.readouterr().out
+    else:
+        assert sentence in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"vision_config": {}, "text_config": {}}, "multimodal models cannot be served"),
+        ({"architectures": ["LlamaForCausalLM"]}, "does not say how large the model is"),
+    ],
+)
+def test_models_without_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sentence in refusal(capsys, str(tmp_path), "--gpus", "2", "--memory", "80")
