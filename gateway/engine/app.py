@@ -21,7 +21,6 @@ from vllm.connections import global_http_connection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import GenerationError
@@ -60,6 +59,11 @@ from gateway.engine.wire import (
 )
 from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.intake import REQUEST_ID_HEADER
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ModuleNotFoundError:  # vLLM 0.33 has it here.
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
 _ENGINE = 0
 """The only engine that AsyncLLM knows here; the relay stands in for it."""

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -43,6 +42,11 @@ from coordinator.protocol.model_support import (
     quantized_kv_refusal,
     refusal,
 )
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ModuleNotFoundError:  # vLLM 0.33 has it here.
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
 EngineConfig = VllmConfig
 """vLLM's configuration; other modules pass it on without reading it."""
