@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 
 from coordinator.admin.access import OPEN_PATHS as OPEN_ADMIN_PATHS
 from coordinator.admin.app import AdminContext, build_admin
+from coordinator.admin.key import AdminKeys
 from coordinator.protocol.config import TiersConfig
 from coordinator.protocol.policy_config import SloConfig
 from coordinator.protocol.terms import Tier
@@ -60,6 +61,8 @@ ADMIN = {
     "GET /admin/decisions": "Why the layout is what it is, with the candidates. `?last=N`",
     "GET /admin/status": "All that `aileron status` shows.",
     "GET /admin/live": "What the live page reads.",
+    "GET /admin/usage": "Requests and tokens of each tenant and tier, by hour. See logs.md.",
+    "POST /admin/reload": "Read the configuration file again: `slo`, `policy`, bounds and `log` apply.",
     "POST /admin/put-back": 'Return a mode to service: `{"mode": "tp2"}`.',
     "POST /admin/renew": 'Restart all ranks, or those of one group: `{"ranks": [0, 1]}`.',
 }
@@ -98,6 +101,10 @@ ADVICE = {
     "context_length_exceeded": "Prompt and answer do not fit the context: shorten the prompt, or "
     "lower `max_tokens`.",
     "invalid_api_key": "The key is missing, wrong, or no longer in the file of keys.",
+    "api_key_expired": "The key's `expires` has passed: ask for a new one.",
+    "api_key_revoked": "The key was revoked: ask for a new one.",
+    "parallel_limit_exceeded": "As many requests of the key as it may have are in progress.",
+    "token_budget_exceeded": "The key has used its tokens of this day, which ends at 00:00 UTC.",
     "permission_denied": "The key may not do this.",
     "model_not_found": "`GET /v1/models` lists what is served.",
     "unknown_url": "The path is not served.",
@@ -205,7 +212,7 @@ def _check(texts: dict[str, str], known: set[str], what: str) -> None:
 def admin_routes() -> set[str]:
     """The routes of the admin port; nothing is asked, so the state that they answer is absent."""
     state: Any = SimpleNamespace(core=None, clock=None)
-    guard = build_admin(cast("AdminContext", state), "")
+    guard = build_admin(cast("AdminContext", state), AdminKeys({}))
     routes = [route for route in cast("Any", guard)._app.routes if isinstance(route, APIRoute)]
     return {f"{method} {route.path}" for route in routes for method in route.methods}
 

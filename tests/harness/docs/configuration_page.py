@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel
 
 from coordinator.protocol.config import Config, ModelConfig
+from coordinator.protocol.config_schema import attribute_texts
 from tests.harness.docs.tables import table
-from tests.helm.values_schema import attribute_texts
 
 EXAMPLE_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 EXAMPLE_COLUMNS = 100

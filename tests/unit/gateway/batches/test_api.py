@@ -140,7 +140,7 @@ async def test_a_batch_ends_with_the_key_that_made_it(
     path = f"/v1/batches/{(await begin(client, file_id)).json()['id']}"
 
     async def has_ended() -> bool:
-        return (await client.get(path)).json()["status"] == "completed"
+        return bool((await client.get(path)).json()["status"] == "completed")
 
     await until(has_ended)
     batch = (await client.get(path)).json()
