@@ -16,8 +16,9 @@ LIMIT_S = 5.0
 
 def ranks_available() -> int:
     """Return the number of ranks that can serve; raises OSError or ValueError without an answer."""
-    key = os.environ.get("AILERON_ADMIN_KEY", "")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    # Two keys are valid while they rotate.
+    keys = os.environ.get("AILERON_ADMIN_KEY", "").split()
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     request = urllib.request.Request(f"{URL}/admin/ranks", headers=headers)  # noqa: S310
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=LIMIT_S) as response:

@@ -52,6 +52,11 @@ def coordinator_with(*available: bool) -> Iterator[int]:
             thread.join()
 
 
+def test_of_two_keys_that_rotate_it_sends_one() -> None:
+    with coordinator_with(True) as port:
+        assert probe(port, "ready", f"{KEY} another-key-for-tests") == 0
+
+
 @pytest.mark.parametrize(
     ("available", "status"), [((True, True), 0), ((False, True), 0), ((False, False), 1), ((), 1)]
 )
