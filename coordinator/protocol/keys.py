@@ -16,13 +16,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
 
 from coordinator.protocol.config import ConfigError
-from coordinator.protocol.mistakes import sentences_of
+from coordinator.protocol.settings_file import check_text
 
 KEY_PREFIX = "sk-aileron-"
 KEY_BYTES = 32
@@ -178,15 +177,11 @@ def load_keys(path: Path) -> dict[str, ApiKey]:
 
 def read_keys(text: bytes | str, path: Path) -> dict[str, ApiKey]:
     """Read a file's text; the path is for errors, which are those of `load_keys`."""
-    try:
-        data = yaml.safe_load(text)
-        keys = _KeyFile.model_validate(data or {}).keys
-    except ValidationError as error:
-        # Without the values: a key pasted in place of its hash must not reach a log.
-        raise ConfigError(f"{path}: {sentences_of(error, _KeyFile)}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        # A ValueError is text in no known encoding, or a date that does not exist.
-        raise ConfigError(f"{path} is not valid YAML.") from error
+    # No fault quotes a value: a key pasted in place of its hash must not reach a log.
+    reading = check_text(text, _KeyFile)
+    if reading.value is None and not reading.is_empty:
+        raise ConfigError(f"{path}: {' '.join(map(str, reading.faults))}")
+    keys = reading.value.keys if reading.value is not None else ()
     by_hash = {key.hash: key for key in keys}
     if len(by_hash) < len(keys):
         raise ConfigError(f"{path}: the same hash is listed twice; remove one entry.")

@@ -24,6 +24,7 @@ PLACEHOLDER = "x"
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_EMPTY = "it has no settings: write `name: value` lines."
 _NAMES = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*")
 
 
@@ -45,25 +46,34 @@ class Reading(Generic[Model]):
 
     value: Model | None
     faults: tuple[Fault, ...]
+    is_empty: bool = False
+    """Whether the file has no content, which some kinds of files allow."""
 
 
 def read_settings(
     path: Path, model: type[Model], entangled: frozenset[str] = frozenset()
 ) -> Reading[Model]:
-    """Read and check a file; raises OSError.
+    """Read and check a file; raises OSError. See `check_text`."""
+    return check_text(path.read_bytes(), model, entangled)
+
+
+def check_text(
+    text: bytes | str, model: type[Model], entangled: frozenset[str] = frozenset()
+) -> Reading[Model]:
+    """Check the text of a file; no fault quotes a value of it.
 
     Settings of an `entangled` section depend on each other beyond what sentences name, so after a
     fault in it, no contradiction within it is reported.
     """
     loader = yaml.SafeLoader("")
     try:
-        loader = yaml.SafeLoader(path.read_bytes())
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         data = None if root is None else loader.construct_document(root)
     except (yaml.YAMLError, ValueError) as error:
         return Reading(None, (_syntax_fault(error),))
     if root is None or not isinstance(data, dict) or not data:
-        return Reading(None, (Fault(0, "it has no settings: write `name: value` lines."),))
+        return Reading(None, (Fault(0, _EMPTY),), is_empty=data is None or data == {})
     lines = _Lines(root)
     value, mistakes = _check(data, model, entangled)
     faults = [*_twice(root), *(Fault(lines.of(each), each.sentence) for each in mistakes)]
@@ -75,6 +85,8 @@ def _syntax_fault(error: Exception) -> Fault:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None)
     if mark is not None and problem:
+        if isinstance(error, (yaml.composer.ComposerError, yaml.constructor.ConstructorError)):
+            problem = problem.partition(" '")[0]  # The rest quotes the file.
         return Fault(mark.line + 1, f"this is not valid YAML: {problem}.")
     return Fault(0, "it is not valid YAML.")
 
@@ -83,7 +95,7 @@ def _check(
     data: dict[Any, Any], model: type[Model], entangled: frozenset[str]
 ) -> tuple[Model | None, list[Mistake]]:
     """Return the value, or every mistake."""
-    rest = deepcopy(data)
+    rest = data
     found: dict[str, Mistake] = {}
     changed: set[str] = set()
     for _ in range(ROUNDS_MAX):
@@ -101,6 +113,7 @@ def _check(
         places = [mistake.place for mistake in new if mistake.place]
         if not places:
             break
+        rest = deepcopy(data) if rest is data else rest
         for place in places:
             section, path = str(place[0]), ".".join(map(str, place))
             changed.add(section if section in entangled else path)

@@ -50,6 +50,7 @@ def test_mistakes_in_a_file_are_told_without_quoting_it(
     with pytest.raises(ConfigError) as caught:
         load_keys(write(tmp_path / "keys.yaml", text))
     assert told in str(caught.value)
+    assert str(caught.value).count("keys.yaml") == 1
     assert "sk-my-secret-key" not in str(caught.value)
 
 
@@ -76,6 +77,17 @@ def test_command_refuses_what_it_cannot_do(
     assert main(["key", "--tenant", "a b"]) == 2
     assert broken.read_text() == "keys: 7"
     assert "sk-" not in capsys.readouterr().out
+
+
+def test_every_mistake_in_a_file_has_its_line(tmp_path: Path) -> None:
+    entry = f"  - hash: {hash_of('x')}\n    tenant: a\n"
+    text = f"keys:\n{entry}    max_paralel: 3\n{entry}    tokens_per_day: -3\n"
+    with pytest.raises(ConfigError) as caught:
+        load_keys(write(tmp_path / "keys.yaml", text))
+    assert str(caught.value).endswith(
+        "keys.yaml: line 4: unknown setting keys.0.max_paralel; did you mean keys.0.max_parallel? "
+        "line 7: keys.1.tokens_per_day must be greater than or equal to 0."
+    )
 
 
 def test_a_file_of_the_first_version_is_read(tmp_path: Path) -> None:
