@@ -272,7 +272,12 @@ def _add_operator_commands(commands: "Commands") -> None:
         "tiers and log.level apply at once. Gateways follow their file by themselves.",
     )
     reload.set_defaults(command=_reload)
-    for each in (status, switch, put_back, renew, explain, reload):
+    usage = commands.add_parser("usage", help="requests and tokens per tenant and tier")
+    usage.add_argument("--by", choices=("hour", "day"), default="day", help="default: day")
+    usage.add_argument("--last", type=int, metavar="N", help="only the newest N hours or days")
+    usage.add_argument("--tenant", metavar="NAME", help="only this tenant")
+    usage.set_defaults(command=_usage)
+    for each in (status, switch, put_back, renew, explain, reload, usage):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
@@ -494,6 +499,12 @@ def _reload(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_reload
 
     return run_reload(options)
+
+
+def _usage(options: argparse.Namespace) -> int:
+    from coordinator.cli.usage import run_usage
+
+    return run_usage(options)
 
 
 def _explain(options: argparse.Namespace) -> int:

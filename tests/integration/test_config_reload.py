@@ -15,13 +15,14 @@ import httpx
 import pytest
 import yaml
 
+from coordinator.cli import main
 from tests.harness.cells.coordinator_process import Coordinator
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240)]
 
-APPLIED_S = 10.0
+APPLIED_S = 30.0
 TEXT_BODY: dict[str, Any] = {"model": "demo", "prompt": "say it", "max_tokens": 4}
 
 
@@ -63,7 +64,7 @@ def post_reload(coordinator: Coordinator) -> tuple[int, Any]:
     url = f"http://127.0.0.1:{coordinator.admin}/admin/reload"
     request = urllib.request.Request(url, data=b"", method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -71,11 +72,34 @@ def post_reload(coordinator: Coordinator) -> tuple[int, Any]:
 
 def goal_of(coordinator: Coordinator) -> str:
     url = f"http://127.0.0.1:{coordinator.admin}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         text: str = answer.read().decode()
     name = 'aileron_slo_target_seconds{measure="ttft",tier="standard"}'
     [line] = [line for line in text.splitlines() if line.startswith(name)]
     return line.split()[-1]
+
+
+def test_commands_show_and_reload_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator = Coordinator(tmp_path)
+    url = ("--admin-url", f"http://127.0.0.1:{coordinator.admin}")
+    with coordinator.running() as process:
+        Lines(process.stderr)
+        config = coordinator.get("/admin/status")["config"]
+        assert main(["reload", *url]) == 0
+        assert f"configuration {config['hash']} applies" in capsys.readouterr().out
+        change(coordinator.file, cell={"ranks": 4, "layout": "dp4"})
+        assert main(["reload", *url]) != 0
+        assert "cell.ranks, cell.layout: restart" in capsys.readouterr().err
+        assert main(["status", "--once", *url]) == 0
+        shown = capsys.readouterr().out
+        assert f"config   {config['hash']}, read at 20" in shown
+        assert "does not apply: the configuration changes cell.ranks" in shown
+        assert main(["usage", "--by", "hour", "--last", "2", *url]) == 0
+        assert "counted since 20" in capsys.readouterr().out
+        assert main(["usage", "--last", "0", *url]) != 0
+        assert "last" in capsys.readouterr().err
 
 
 def test_a_coordinator_applies_its_file(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ CHAT_BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": SECRET_TEXT}],
 }
 TEXT_BODY: dict[str, Any] = {"model": "demo", "prompt": SECRET_TEXT, "max_tokens": 16}
-LINE_WAIT_S = 10.0
+LINE_WAIT_S = 20.0
 
 
 class Logging(GatewayProcess):
