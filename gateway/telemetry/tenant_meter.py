@@ -42,8 +42,10 @@ class TenantMeter:
         labels = self._name_of(tenant), tier_name(tier)
         tally = self._cells.setdefault(request.cell, Tally()) if request.cell else self.tally
         tally.count(TENANT_REQUESTS, *labels)
-        tally.count(TENANT_PROMPT_TOKENS, *labels, by=request.prompt_tokens)
-        tally.count(TENANT_CACHED_TOKENS, *labels, by=request.cached_tokens)
+        # A request that was refused, or left the queue, cost no computation of its prompt.
+        is_computed = request.first_token_at_s > 0
+        tally.count(TENANT_PROMPT_TOKENS, *labels, by=request.prompt_tokens * is_computed)
+        tally.count(TENANT_CACHED_TOKENS, *labels, by=request.cached_tokens * is_computed)
         tally.count(TENANT_OUTPUT_TOKENS, *labels, by=request.output_tokens)
 
     def _name_of(self, tenant: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, new_secret
 from coordinator.protocol.log_config import LogConfig
-from coordinator.protocol.metrics_wire import TENANT_REQUESTS
+from coordinator.protocol.metrics_wire import TENANT_PROMPT_TOKENS, TENANT_REQUESTS
 from coordinator.protocol.request_line import is_request_line
 from coordinator.protocol.terms import Tier
 from gateway.admission.keyring import KeyRing
@@ -219,3 +219,27 @@ async def test_a_line_of_a_batch_is_a_request(lines: Lines, gate: Edge) -> None:
     about = [(line["batch"], line["tier"], line["status"], line["tenant"]) for line in lines.all]
     assert about == [(True, "batch", 200, "acme"), (True, "batch", 413, "acme")]
     assert lines.all[0]["model"] == "alias"
+
+
+def test_a_prompt_counts_once_it_is_computed() -> None:
+    tenants = RequestMeter().tenants
+    refused, computed = a_course(), a_course()
+    refused.cell = computed.cell = ""
+    refused.first_token_at_s = 0.0
+    refused.generated_tokens = 0
+    for request in (refused, computed):
+        tenants.used("acme", Tier.BATCH, request)
+    [(_, prompt)] = tenants.tally.series_of(TENANT_PROMPT_TOKENS).items()
+    [(_, requests)] = tenants.tally.series_of(TENANT_REQUESTS).items()
+    assert (prompt.value, requests.value) == (7, 2)
+
+
+def test_a_log_that_cannot_be_written_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = RequestLog(LogConfig(), ["demo"])
+    monkeypatch.setattr("sys.stderr", Full())
+    asked = Asked("r1", "POST", CHAT)
+    log.note(asked, RequestState(), Tier.BATCH, 200, "", began_s=0.0, took_s=1.0)
