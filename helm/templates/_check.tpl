@@ -16,10 +16,10 @@
 {{- if and (not (include "aileron.keysSecret" .)) (not $config.insecure_no_auth) -}}
 {{- fail "No API keys: set auth.apiKeys (see `aileron key --help`), or config.gateway.insecure_no_auth: true to serve everyone who reaches the Service." -}}
 {{- end -}}
-{{- if and (include "aileron.keysSecret" .) (gt $gateways 1) (not (include "aileron.hasRedis" .)) (not (hasPrefix "redis" ($config.rate_limit_storage | default ""))) -}}
+{{- if and (include "aileron.keysSecret" .) (gt $gateways 1) (not (include "aileron.hasRedis" .)) (not (regexMatch "^(redis|\\$\\{)" ($config.rate_limit_storage | default ""))) -}}
 {{- fail "Several gateways with API keys would each count requests per minute for itself: set redis.enabled: true, redis.external.existingSecret, or config.gateway.rate_limit_storage to a redis:// URL." -}}
 {{- end -}}
-{{- if and $values.batches.enabled (gt $gateways 1) (not (include "aileron.hasRedis" .)) (not (hasPrefix "redis" (dig "batches" "storage" "" $values.config))) -}}
+{{- if and $values.batches.enabled (gt $gateways 1) (not (include "aileron.hasRedis" .)) (not (regexMatch "^(redis|\\$\\{)" (dig "batches" "storage" "" $values.config))) -}}
 {{- fail "Several gateways share batches through Redis: set redis.enabled: true, redis.external.existingSecret, or config.batches.storage to a redis:// URL." -}}
 {{- end -}}
 {{- if and (eq $values.cell.autoscaling.type "keda") (not $values.metrics.serviceMonitor.enabled) -}}

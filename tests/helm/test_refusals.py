@@ -198,6 +198,16 @@ TAKEN: dict[str, tuple[str, Object]] = {
         "kind",
         {"config": {"gateway": {"rate_limit_storage": "${OTHER_URL}/3"}}},
     ),
+    "several gateways with a URL from the environment": (
+        "8xgpu",
+        {
+            "redis": {"enabled": False},
+            "config": {
+                "gateway": {"rate_limit_storage": "${OTHER_URL}/3"},
+                "batches": {"storage": "${OTHER_URL}/4"},
+            },
+        },
+    ),
     "a folder on a volume of the user's own": (
         "8xgpu",
         {
