@@ -22,8 +22,8 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.cache_salt import CacheSalts
-from coordinator.protocol.config import GatewayConfig
 from coordinator.protocol.config_file import ConfigFile
+from coordinator.protocol.gateway_config import GatewayConfig
 from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
 from coordinator.protocol.terms import Tier
 from coordinator.protocol.tracing import start_tracing

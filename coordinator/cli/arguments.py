@@ -1,6 +1,6 @@
 """The command line of `aileron`: every command with its options, and nothing else.
 
-A command is a function of the parsed options; its module is imported only when it runs.
+A command is a function of the parsed options: those in `runs`, and `doctor`, which parses more.
 """
 
 import argparse
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from coordinator.cli import runs
 from coordinator.cli.errors import USAGE_STATUS, CliError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=f"Run {text}, for containers.")
         one.add_argument("--config", type=Path, required=True, metavar="FILE")
         _add_log_options(one)
-        one.set_defaults(command=_process)
+        one.set_defaults(command=runs.process)
     _add_operator_commands(commands)
     return parser
 
@@ -134,7 +135,7 @@ def _add_serve(commands: "Commands") -> None:
         epilog="For example: aileron serve Qwen/Qwen3-8B -tp 2 --max-model-len 32768",
         allow_abbrev=False,
     )
-    serve.set_defaults(command=_up)
+    serve.set_defaults(command=runs.up)
     _add_cell_options(serve)
 
 
@@ -146,7 +147,7 @@ def _add_up(commands: "Commands") -> None:
         epilog="Everything after -- is passed to vLLM as engine options, for example: "
         "aileron up --ranks 4 -- --max-model-len 32768",
     )
-    up.set_defaults(command=_up)
+    up.set_defaults(command=runs.up)
     up.add_argument("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
     up.add_argument(
         "--config", type=Path, metavar="FILE", help="start from this file; options override it"
@@ -249,34 +250,34 @@ def _whole_layers(text: str) -> int | str | tuple[int, ...]:
 def _add_operator_commands(commands: "Commands") -> None:
     status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
     status.add_argument("--once", action="store_true", help="print once; the default in a pipe")
-    status.set_defaults(command=_status)
+    status.set_defaults(command=runs.status)
     switch = commands.add_parser("switch", help="change the layout and wait until it serves")
     switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")
     switch.add_argument("--carry", choices=CARRIES, help="what happens to running tasks")
-    switch.set_defaults(command=_switch)
+    switch.set_defaults(command=runs.switch)
     put_back = commands.add_parser("put-back", help="return a mode to service after drift")
     put_back.add_argument("mode", metavar="MODE", help="such as tp2; see aileron status")
-    put_back.set_defaults(command=_put_back)
+    put_back.set_defaults(command=runs.put_back)
     renew = commands.add_parser("renew", help="restart all ranks, so that all groups can form")
     renew.add_argument(
         "ranks", nargs="*", type=int, metavar="RANK", help="only the ranks of one group"
     )
-    renew.set_defaults(command=_renew)
+    renew.set_defaults(command=runs.renew)
     explain = commands.add_parser("explain", help="why the cell has its layout")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
-    explain.set_defaults(command=_explain)
+    explain.set_defaults(command=runs.explain)
     reload = commands.add_parser(
         "reload",
         help="read the configuration file again",
         description="Let the coordinator read its configuration file again: slo, policy, bounds of "
         "tiers and log.level apply at once. Gateways follow their file by themselves.",
     )
-    reload.set_defaults(command=_reload)
+    reload.set_defaults(command=runs.reload)
     usage = commands.add_parser("usage", help="requests and tokens per tenant and tier")
     usage.add_argument("--by", choices=("hour", "day"), default="day", help="default: day")
     usage.add_argument("--last", type=int, metavar="N", help="only the newest N hours or days")
     usage.add_argument("--tenant", metavar="NAME", help="only this tenant")
-    usage.set_defaults(command=_usage)
+    usage.set_defaults(command=runs.usage)
     for each in (status, switch, put_back, renew, explain, reload, usage):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
@@ -311,7 +312,7 @@ def _add_plan(commands: "Commands") -> None:
         "tokens, the longest request, whether it fits, and what to change if not.",
         epilog="As in aileron up, options of vLLM may follow after --.",
     )
-    plan.set_defaults(command=_plan)
+    plan.set_defaults(command=runs.plan)
     add = plan.add_argument
     add("model", metavar="MODEL", help="folder or Hugging Face id")
     add("--gpus", type=int, metavar="N", help="default: every GPU of this machine, or 1")
@@ -348,7 +349,7 @@ def _add_replay(commands: "Commands") -> None:
         description="Replay the log of `aileron up --observation-log FILE` offline: the layouts "
         "that the policy would choose, and the results that the log's cost model predicts.",
     )
-    replay.set_defaults(command=_replay)
+    replay.set_defaults(command=runs.replay)
     add = replay.add_argument
     add("log", type=Path, metavar="LOG")
     add("--policy", choices=("adaptive", "fixed"), default="adaptive", help="default: adaptive")
@@ -374,8 +375,8 @@ def _add_key(commands: "Commands") -> None:
     actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_key_new(actions)
     for action, text, command in (
-        ("list", "the keys of a file, without the keys themselves", _key_list),
-        ("revoke", "refuse a key from now on", _key_revoke),
+        ("list", "the keys of a file, without the keys themselves", runs.key_list),
+        ("revoke", "refuse a key from now on", runs.key_revoke),
     ):
         one = actions.add_parser(action, help=text)
         one.set_defaults(command=command)
@@ -392,7 +393,7 @@ def _add_key_new(actions: "Commands") -> None:
         help="make a key",
         description="Make an API key. It is printed once; files hold only its hash.",
     )
-    new.set_defaults(command=_key_new)
+    new.set_defaults(command=runs.key_new)
     add = new.add_argument
     add(
         "--tenant",
@@ -427,9 +428,9 @@ def _add_config(commands: "Commands") -> None:
     )
     actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
     for action, text, command in (
-        ("check", "every fault of a file, each with its line", _config_check),
-        ("show", "the whole configuration with defaults, without secrets", _config_show),
-        ("schema", "the JSON schema of the file, for editors", _config_schema),
+        ("check", "every fault of a file, each with its line", runs.config_check),
+        ("show", "the whole configuration with defaults, without secrets", runs.config_show),
+        ("schema", "the JSON schema of the file, for editors", runs.config_schema),
     ):
         one = actions.add_parser(action, help=text, description=f"Print {text}.")
         one.set_defaults(command=command)
@@ -455,110 +456,6 @@ class _Version(argparse.Action):
         else:
             print(f"aileron {installed}")
         parser.exit()
-
-
-def _up(options: argparse.Namespace) -> int:
-    from coordinator.cli.up import run_up
-
-    return run_up(options)
-
-
-def _process(options: argparse.Namespace) -> int:
-    from coordinator.cli.process import run_process
-
-    given = (("--log-level", options.log_level), ("--log-format", options.log_format))
-    words = [word for name, value in given if value is not None for word in (name, value)]
-    return run_process(options.name, options.config, words)
-
-
-def _status(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_status
-
-    return run_status(options)
-
-
-def _switch(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_switch
-
-    return run_switch(options)
-
-
-def _put_back(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_put_back
-
-    return run_put_back(options)
-
-
-def _renew(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_renew
-
-    return run_renew(options)
-
-
-def _reload(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_reload
-
-    return run_reload(options)
-
-
-def _usage(options: argparse.Namespace) -> int:
-    from coordinator.cli.usage import run_usage
-
-    return run_usage(options)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from coordinator.cli.operate import run_explain
-
-    return run_explain(options)
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from coordinator.cli.replay import run_replay
-
-    return run_replay(options)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from coordinator.cli.plan import run_plan
-
-    return run_plan(options)
-
-
-def _key_new(options: argparse.Namespace) -> int:
-    from coordinator.cli.keys import run_key_new
-
-    return run_key_new(options)
-
-
-def _key_list(options: argparse.Namespace) -> int:
-    from coordinator.cli.keys import run_key_list
-
-    return run_key_list(options)
-
-
-def _key_revoke(options: argparse.Namespace) -> int:
-    from coordinator.cli.keys import run_key_revoke
-
-    return run_key_revoke(options)
-
-
-def _config_check(options: argparse.Namespace) -> int:
-    from coordinator.cli.config import run_config_check
-
-    return run_config_check(options)
-
-
-def _config_show(options: argparse.Namespace) -> int:
-    from coordinator.cli.config import run_config_show
-
-    return run_config_show(options)
-
-
-def _config_schema(options: argparse.Namespace) -> int:
-    from coordinator.cli.config import run_config_schema
-
-    return run_config_schema(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

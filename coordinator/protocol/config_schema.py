@@ -5,7 +5,13 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from coordinator.protocol import config, log_config, policy_config, tracing_config
+from coordinator.protocol import (
+    config,
+    gateway_config,
+    log_config,
+    policy_config,
+    tracing_config,
+)
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -25,7 +31,7 @@ def config_schema() -> Schema:
 
 def model_texts() -> dict[str, dict[str, str]]:
     """Class -> field -> text, of all models of the configuration."""
-    modules = (config, log_config, policy_config, tracing_config)
+    modules = (config, gateway_config, log_config, policy_config, tracing_config)
     return {name: each for module in modules for name, each in attribute_texts(module).items()}
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import structlog
 
-from coordinator.protocol.config import REDIS_SCHEMES
+from coordinator.protocol.gateway_config import REDIS_SCHEMES
 
 STORAGE_WAIT_S = 0.04
 """Longest wait of one request for Redis, over all its calls."""

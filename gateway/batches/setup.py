@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from coordinator.protocol.config import REDIS_SCHEMES, BatchesConfig
+from coordinator.protocol.config import BatchesConfig
+from coordinator.protocol.gateway_config import REDIS_SCHEMES
 from gateway.batches.api import BatchParts
 from gateway.batches.content import Content
 from gateway.batches.redis_store import RedisStore

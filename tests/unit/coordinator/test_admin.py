@@ -1,108 +1,38 @@
 """The admin API over a real core and real rank sessions: answers, refusals, waiting, keys."""
 
 import asyncio
-import contextlib
-import dataclasses
-import itertools
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from comm_pool.layout import Rank, parse_layout
+from comm_pool.layout import Rank
 from coordinator.admin import app
 from coordinator.admin.access import BODY_BYTES_MAX
 from coordinator.admin.actions import TEXT_CHARS_MAX
-from coordinator.admin.app import AdminContext, build_admin
-from coordinator.admin.key import ADMIN_KEY_ENV, FILE_ENDING, AdminKeyError, AdminKeys, Role
 from coordinator.admin.port import build_metrics
-from coordinator.core.core import Core
 from coordinator.model.events import RankExited
-from coordinator.model.settings import CoreSettings
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.metrics_wire import TENANT_OUTPUT_TOKENS
-from coordinator.protocol.terms import Carry
 from coordinator.server import cell_log
 from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
 from coordinator.server.outbox import Outbox
 from coordinator.server.server import CellServer
-from coordinator.telemetry.history import History
-from tests.harness.cells.rank_sessions import RankSessions
+from tests.harness.coordinator.admin_cell import TOKEN, Cell, admin_cell, client, error_of
 
-TOKEN = "a-shared-secret-of-the-test"
 KEY = "an-admin-key-of-the-test"
-WIDTHS = (1, 2, 4)
 READS = ("layout", "ranks", "switches", "decisions", "status", "live")
-
-
-@dataclasses.dataclass
-class Cell:
-    context: AdminContext
-    http: httpx.AsyncClient
-    ranks: RankSessions
-
-    async def get(self, path: str) -> Any:
-        answer = await self.http.get(path)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def serving(self) -> None:
-        async with asyncio.timeout(10):
-            while not self.context.core.views.is_serving:
-                await asyncio.sleep(0.01)
-
-
-def client(context: AdminContext, key: str = "", **more: str) -> httpx.AsyncClient:
-    """`more` are variables of other roles."""
-    keys = AdminKeys({ADMIN_KEY_ENV: key, **more})
-    transport = httpx.ASGITransport(build_admin(context, keys))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001", timeout=30)
 
 
 @pytest.fixture
 async def cell() -> AsyncIterator[Cell]:
-    settings = CoreSettings(world=4, layout=parse_layout("dp4", 4, WIDTHS), recover_ms=12_000)
-    core = Core(settings, "c1", monotonic_ms())
-    owner = CoreActor(core, tick_ms=20, clock=monotonic_ms)
-    server = CellServer(owner, TOKEN, world=4)
-    of_cell = {"ranks": 4, "widths": list(WIDTHS), "layout": "dp4"}
-    config = check_config({"model": {"path": "demo"}, "cell": of_cell})
-    metrics = build_metrics(core, server, observe(core, owner, server, config), config)
-    context = AdminContext(
-        core=core,
-        owner=owner,
-        metrics=metrics,
-        history=History(server.aggregator.tally),
-        clock=monotonic_ms,
-        world=4,
-        widths=WIDTHS,
-        default_carry=Carry.RECOMPUTE,
-        facts={"model": "demo", "device": "cpu", "policy": "fixed"},
-        usage=server.aggregator.usage,
-    )
-    port = await server.start("127.0.0.1:0")
-    running = asyncio.create_task(owner.run())
-    async with client(context) as http:
-        yield Cell(context, http, RankSessions(f"127.0.0.1:{port}", TOKEN, 4))
-    await server.stop()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error in OpenAI's shape, with exactly its fields."""
-    body: dict[str, Any] = answer.json()
-    assert list(body) == ["error"]
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    return dict(body["error"])
+    async with admin_cell() as running:
+        yield running
 
 
 async def switch(cell: Cell, layout: str, **body: str) -> Any:
@@ -304,112 +234,6 @@ async def test_web_pages_cannot_switch(cell: Cell) -> None:
         "/admin/layout", json={"layout": "tp4"}, headers={"Origin": "https://evil.example"}
     )
     assert (answer.status_code, error_of(answer)["code"]) == (403, "cross_origin")
-
-
-async def test_with_a_key_everything_but_health_needs_it(cell: Cell) -> None:
-    async with client(cell.context, KEY) as http:
-        assert (await http.get("/health")).status_code == 200
-        for path in ("/admin/layout", "/metrics", "/nowhere"):
-            refused = await http.get(path)
-            assert refused.status_code == 401
-            assert refused.headers["www-authenticate"] == "Bearer"
-            assert error_of(refused)["type"] == "authentication_error"
-        wrong = await http.get("/admin/layout", headers={"Authorization": "Bearer " + KEY[:-1]})
-        assert wrong.status_code == 401
-        right = await http.get("/admin/layout", headers={"Authorization": f"Bearer {KEY}"})
-        assert right.status_code == 200
-
-
-async def test_each_role_may_do_what_it_is_for(cell: Cell) -> None:
-    more = {role.variable: KEY + role.name for role in (Role.VIEWER, Role.METRICS)}
-    calls = (
-        ("GET", "/metrics", Role.METRICS),
-        *(("GET", f"/admin/{name}", Role.VIEWER) for name in READS),
-        ("HEAD", "/admin/layout", Role.VIEWER),
-        ("GET", "/nowhere", Role.VIEWER),
-        ("POST", "/admin/layout", Role.OPERATOR),
-        ("POST", "/admin/renew", Role.OPERATOR),
-        ("POST", "/admin/put-back", Role.OPERATOR),
-        ("POST", "/metrics", Role.OPERATOR),
-    )
-    keys = {Role.OPERATOR: KEY, Role.VIEWER: KEY + "VIEWER", Role.METRICS: KEY + "METRICS"}
-    async with client(cell.context, KEY, **more) as http:
-        for (method, path, needed), (role, key) in itertools.product(calls, keys.items()):
-            # A body that no route takes: who may call gets as far as that, and nothing happens.
-            answer = await http.request(
-                method, path, headers={"Authorization": f"Bearer {key}"}, json={"no": 1}
-            )
-            assert (answer.status_code == 403) == (role < needed), (method, path, role)
-            assert answer.status_code != 401
-            if role < needed and method != "HEAD":
-                error = error_of(answer)
-                assert error["code"] == "role_needed"
-                assert f"needs the role {needed.name.lower()}" in error["message"]
-                assert f"has the role {role.name.lower()}" in error["message"]
-                assert needed.variable in error["message"]
-        for wrong in ("", KEY[:-1], KEY + "OTHER"):
-            answer = await http.get("/metrics", headers={"Authorization": f"Bearer {wrong}"})
-            assert answer.status_code == 401
-            assert "AILERON_METRICS_KEY" in error_of(answer)["message"]
-            assert KEY not in answer.text
-
-
-async def test_two_keys_are_valid_while_they_rotate(cell: Cell, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"{KEY}-file-old\n")
-    more = {Role.VIEWER.variable + FILE_ENDING: str(file)}
-
-    async def statuses(http: httpx.AsyncClient, *keys: str) -> list[int]:
-        return [
-            (await http.get("/admin/ranks", headers={"Authorization": f"Bearer {key}"})).status_code
-            for key in keys
-        ]
-
-    async with client(cell.context, f"{KEY}-old {KEY}-new", **more) as http:
-        assert await statuses(http, f"{KEY}-old", f"{KEY}-new", KEY) == [200, 200, 401]
-        assert await statuses(http, f"{KEY}-file-old", f"{KEY}-file-new") == [200, 401]
-        file.write_text(f"{KEY}-file-old\n{KEY}-file-new\n")
-        assert await statuses(http, f"{KEY}-file-old", f"{KEY}-file-new") == [200, 200]
-        for useless in ("short", "", f"{KEY}-old"):
-            file.write_text(useless)
-            assert await statuses(http, f"{KEY}-file-old", f"{KEY}-file-new") == [200, 200]
-        file.unlink()
-        assert await statuses(http, f"{KEY}-file-old", f"{KEY}-file-new") == [200, 200]
-        file.write_text(f"{KEY}-file-new")
-        assert await statuses(http, f"{KEY}-file-old", f"{KEY}-file-new") == [401, 200]
-
-
-@pytest.mark.parametrize(
-    ("environment", "sentence"),
-    [
-        ({"AILERON_VIEWER_KEY": KEY}, "AILERON_ADMIN_KEY is not set"),
-        ({"AILERON_ADMIN_KEY": KEY, "AILERON_VIEWER_KEY": KEY}, "hold the same key"),
-        ({"AILERON_ADMIN_KEY": f"{KEY} short"}, "at least 16 characters"),
-        ({"AILERON_ADMIN_KEY_FILE": "/none"}, "AILERON_ADMIN_KEY_FILE: cannot read /none"),
-        ({"AILERON_ADMIN_KEY_FILE": "/dev/null"}, "AILERON_ADMIN_KEY_FILE: /dev/null holds no key"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(
-    environment: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(AdminKeyError, match=sentence):
-        AdminKeys(environment).require("127.0.0.1")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
-def test_loopback_needs_no_key(host: str) -> None:
-    keys = AdminKeys({})
-    keys.require(host)
-    assert keys.is_open
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_elsewhere_a_key_is_needed(host: str) -> None:
-    with pytest.raises(AdminKeyError, match="AILERON_ADMIN_KEY"):
-        AdminKeys({}).require(host)
-    with pytest.raises(AdminKeyError, match="at least 16"):
-        AdminKeys({ADMIN_KEY_ENV: "short"})
-    AdminKeys({ADMIN_KEY_ENV: KEY}).require(host)
 
 
 async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
