@@ -6,7 +6,8 @@ the first new step.
 """
 
 import gc
-import time
+
+from worker.io.host import HOST, Host
 
 PAUSE_MAX_S = 2.0
 """Maximum pause, however the switch ends."""
@@ -15,22 +16,23 @@ PAUSE_MAX_S = 2.0
 class GcPause:
     """Pauses collections; used by the rank's main loop alone."""
 
-    def __init__(self) -> None:
-        self._resumes_at_s = 0.0
+    def __init__(self, host: Host = HOST) -> None:
+        self._host = host
+        self._resumes_at_ns = 0
 
     def pause(self) -> None:
         """Start no collection from now on, except explicit ones."""
         if gc.isenabled():
             gc.disable()
-            self._resumes_at_s = time.monotonic() + PAUSE_MAX_S
+            self._resumes_at_ns = self._host.now_ns() + int(PAUSE_MAX_S * 1e9)
 
     def resume(self) -> None:
         """Resume collections if this pause stopped them."""
-        if self._resumes_at_s:
+        if self._resumes_at_ns:
             gc.enable()
-            self._resumes_at_s = 0.0
+            self._resumes_at_ns = 0
 
     def look(self) -> None:
         """Resume if the pause exceeds `PAUSE_MAX_S`."""
-        if self._resumes_at_s and time.monotonic() > self._resumes_at_s:
+        if self._resumes_at_ns and self._host.now_ns() > self._resumes_at_ns:
             self.resume()

@@ -5,12 +5,12 @@ switching safe: a leave message follows the last step, so no rank enters a colle
 will not enter. The payload of a step is opaque here.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from comm_pool.formations import PeerLostError
+from worker.io.host import HOST, Host
 
 FOLLOWER_POLL_S = 0.01
 """How long a joined follower waits for a step before it checks its inbox again."""
@@ -74,15 +74,19 @@ class BroadcastQueue(Protocol):
 
 
 def send(
-    queue: BroadcastQueue, message: QueueMessage, wait_s: float, is_lost: Callable[[], bool]
+    queue: BroadcastQueue,
+    message: QueueMessage,
+    wait_s: float,
+    is_lost: Callable[[], bool],
+    host: Host = HOST,
 ) -> None:
     """Send to all followers; raises TimeoutError if there is no room within `wait_s` seconds.
 
     Raises `PeerLostError` if the message's formation is lost during the wait.
     """
-    deadline = time.monotonic() + wait_s
+    deadline_ns = host.now_ns() + int(wait_s * 1e9)
     while True:
-        remaining_s = deadline - time.monotonic()
+        remaining_s = (deadline_ns - host.now_ns()) * 1e-9
         try:
             return queue.enqueue(message, timeout=max(0.0, min(remaining_s, LOSS_POLL_S)))
         except TimeoutError:

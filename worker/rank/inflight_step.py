@@ -5,11 +5,11 @@ this one, so the device never waits. A prompt's step is the exception: a client 
 token. If launches bounded the step, the device is done by the time they are over.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from comm_pool.layout import Group
+from worker.io.host import Host
 
 FIRST_TOKEN_WAIT_S = 0.0005
 """Maximum delay of the next launch for a first token; the device may idle that long."""
@@ -52,14 +52,14 @@ class InflightStep:
         event = getattr(self.result, "copy_event", None)
         return event is None or bool(event.query())
 
-    def goes_first(self) -> bool:
+    def goes_first(self, host: Host) -> bool:
         """Return whether to collect its tokens before the next launch: first tokens are there."""
         event = getattr(self.result, "copy_event", None)
         if event is None or not self.plan.reads_prompts:
             return False
-        deadline = time.perf_counter() + FIRST_TOKEN_WAIT_S
+        deadline_ns = host.now_ns() + int(FIRST_TOKEN_WAIT_S * 1e9)
         while not event.query():
-            if time.perf_counter() > deadline:
+            if host.now_ns() > deadline_ns:
                 return False
-            time.sleep(POLL_S)
+            host.sleep(POLL_S)
         return True

@@ -5,7 +5,6 @@ with it. Safe points lie between two passes. Nothing is decided here.
 """
 
 import queue
-import time
 from collections.abc import Callable
 from typing import assert_never
 
@@ -65,6 +64,7 @@ class RankLoop:
     ) -> None:
         self.core = core
         self._runtime = core.runtime
+        self._now_ns = core.runtime.host.now_ns
         self._session = session
         self._inbox = inbox
         self._watch_links = watch_links
@@ -89,9 +89,9 @@ class RankLoop:
     def _feed(self, event: Event) -> None:
         """Let the core handle an event, and do all that follows from it."""
         handle = self.core.handle
-        effect = handle(event, time.monotonic_ns())
+        effect = handle(event, self._now_ns())
         while effect is not None:
-            effect = handle(self._result_of(effect), time.monotonic_ns())
+            effect = handle(self._result_of(effect), self._now_ns())
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():

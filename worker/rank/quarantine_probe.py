@@ -7,7 +7,6 @@ process that started later and has only computed alone. The coordinator decides 
 """
 
 import math
-import time
 from collections.abc import Sequence
 
 import structlog
@@ -90,9 +89,9 @@ class QuarantineProbe:
             return mode.execute(plan)
 
         for step_mode in binding.group.step_modes:
-            started_ns = time.perf_counter_ns()
+            started_ns = runtime.host.now_ns()
             values = self._engine.probe.run(execute, step_mode)
-            took_us = (time.perf_counter_ns() - started_ns) // 1000
+            took_us = (runtime.host.now_ns() - started_ns) // 1000
             if self._engine.communicators.is_aborted(ranks, binding.formation):
                 raise PeerLostError(binding.formation)  # The mode is not at fault.
             wanted, _ = self._engine.probed[mode.width, step_mode]

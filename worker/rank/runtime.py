@@ -16,6 +16,7 @@ from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from worker.io.gc_pause import GcPause
+from worker.io.host import HOST, Host
 from worker.io.step_queue import (
     FOLLOWER_POLL_S,
     LEADER_SEND_LIMIT_S,
@@ -38,14 +39,17 @@ log = structlog.get_logger()
 class GroupRuntime:
     """This rank's role in the groups it belongs to; at most one of them is selected."""
 
-    def __init__(self, engine: Engine, incarnation: int, publisher: TokenSink) -> None:
+    def __init__(
+        self, engine: Engine, incarnation: int, publisher: TokenSink, host: Host = HOST
+    ) -> None:
         self.engine = engine
+        self.host = host
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
         self.steps = Steps(self, incarnation, publisher)
         self.leases = Leases(self, incarnation)
-        self._collector = GcPause()
+        self._collector = GcPause(host)
         self.migration = Migration(self, engine.mailboxes, engine.spec.rank)
         self._mode: EngineMode | None = None
         self._binding: Binding | None = None
@@ -149,7 +153,11 @@ class GroupRuntime:
         """Send a message to the followers of any group that this rank leads; raises as `send`."""
         if group.width > 1:
             pool, queue = self.engine.communicators, self.mode_of(group).queue
-            send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
+
+            def is_lost() -> bool:
+                return pool.is_aborted(group.ranks, message.formation)
+
+            send(queue, message, wait_s, is_lost, self.host)
 
     def page_report(self) -> PageReport:
         """Return this rank's page counts."""

@@ -8,7 +8,6 @@ once its formation was aborted; collecting them raises `PeerLostError`. Used by 
 alone, unless noted otherwise.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
+from worker.io.host import Host
 from worker.io.step_queue import QueueMessage, Step
 from worker.rank.engine import Engine, EngineMode, Plan, TaskOutput
 from worker.rank.inflight_step import POLL_S, InflightStep
@@ -37,6 +37,7 @@ class StepOwner(Protocol):
 
     book: LedTasks
     ended: list[TaskEnded]
+    host: Host
 
     @property
     def engine(self) -> Engine:
@@ -71,12 +72,13 @@ class DeferredStep:
     manifest is published and the migration is planned splits that into two shorter pauses.
     """
 
-    def __init__(self, compute: Callable[[], Any], group: Group) -> None:
+    def __init__(self, compute: Callable[[], Any], group: Group, host: Host) -> None:
         """`group` computes the step."""
         self.group = group
         self._compute = compute
         self._is_over = False
-        self._deferred_s = time.monotonic()
+        self._host = host
+        self._deferred_ns = host.now_ns()
         self.began_ns = 0
         """When its computation began, on the host's monotonic clock; 0 before that."""
         self.copy_event = self
@@ -89,11 +91,11 @@ class DeferredStep:
     @property
     def is_late(self) -> bool:
         """Whether the step has waited longer than `DEFER_LIMIT_S`."""
-        return time.monotonic() - self._deferred_s > DEFER_LIMIT_S
+        return self._host.now_ns() - self._deferred_ns > DEFER_LIMIT_S * 1e9
 
     def get_output(self) -> Any:
         """Compute the step; call once. The step is over even if this raises."""
-        self.began_ns = time.monotonic_ns()
+        self.began_ns = self._host.now_ns()
         try:
             return self._compute()
         finally:
@@ -105,6 +107,7 @@ class Steps:
 
     def __init__(self, runtime: StepOwner, incarnation: int, publisher: TokenSink) -> None:
         self._runtime = runtime
+        self._now_ns = runtime.host.now_ns
         self._incarnation = incarnation
         self._publisher = publisher
         self._inflight: InflightStep | None = None
@@ -156,10 +159,10 @@ class Steps:
 
         Where results come synchronously (CPU), it finishes the step that it launched.
         """
-        started = time.perf_counter_ns()
+        started_ns = self._now_ns()
         assert mode.scheduler is not None
         self.run_deferred()
-        if self._inflight is not None and self._inflight.goes_first():
+        if self._inflight is not None and self._inflight.goes_first(self._runtime.host):
             self.finish_inflight()
         if mode.scheduler.has_requests():
             plan = mode.plan_step(binding.group, self.finish_inflight)
@@ -170,7 +173,7 @@ class Steps:
             if not (plan.is_empty or plan.reads_prompts):
                 self.decode_ns = usual_ns
             begins_ns = self.ends_ns if self.has_inflight else 0
-            self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
+            self._expect(max(self._now_ns(), begins_ns) + usual_ns)
             self._runtime.lead(Step(binding.formation, plan))
             result = self.execute(mode, plan)
             group, formation = binding.group, binding.formation
@@ -183,21 +186,21 @@ class Steps:
                 self.finish_inflight()
         else:
             self.finish_inflight()
-        return (time.perf_counter_ns() - started) // 1000
+        return (self._now_ns() - started_ns) // 1000
 
     def defer(self, mode: EngineMode, binding: Binding, epoch: int) -> None:
         """Plan and send the last step of the led group before it is left, and defer it."""
         plan = mode.plan_step(binding.group, self.finish_inflight)
         self._runtime.lead(Step(binding.formation, plan, is_held=True))
         deferred = self._defer(mode, plan, binding.group)
-        launched_ns, group = time.monotonic_ns(), binding.group
+        launched_ns, group = self._now_ns(), binding.group
         self._inflight = InflightStep(
             plan, deferred, launched_ns, mode, group, epoch, binding.formation
         )
 
     def _defer(self, mode: EngineMode, plan: Plan, group: Group) -> DeferredStep:
         # The mode stays selected until the next group is joined, which runs this step first.
-        self._deferred = deferred = DeferredStep(mode.ready(plan), group)
+        self._deferred = deferred = DeferredStep(mode.ready(plan), group, self._runtime.host)
         self._count(plan)
         return deferred
 
@@ -250,7 +253,7 @@ class Steps:
 
     def execute(self, mode: EngineMode, plan: Plan) -> Any:
         """Launch a step that this rank or its leader planned."""
-        self.started_ns = time.monotonic_ns()
+        self.started_ns = self._now_ns()
         self._count(plan)
         return mode.execute(plan)
 
@@ -272,7 +275,7 @@ class Steps:
         is_over = (
             self._runtime.engine.is_synchronous and not InflightStep(plan, result).is_asynchronous
         )
-        self.ended_ns = time.monotonic_ns() if is_over else 0
+        self.ended_ns = self._now_ns() if is_over else 0
 
     def finish_inflight(self) -> None:
         """Finish the in-flight step, if any; the led group is then at a safe point.
@@ -301,7 +304,7 @@ class Steps:
         is_done = self._runtime.engine.done()
         # While the rank is joined to it, the watchdog lets launched work run to its end.
         while not (is_done() and (inflight is None or inflight.is_ready())):
-            time.sleep(POLL_S)
+            self._runtime.host.sleep(POLL_S)
         self._inflight = None
 
     def _is_lost(self, group: Group, formation: int) -> bool:
@@ -337,7 +340,7 @@ class Steps:
         # have migrated with its KV.
         if not self._counts(step):
             raise PeerLostError(step.formation)
-        mode, now_ns = step.mode, time.monotonic_ns()
+        mode, now_ns = step.mode, self._now_ns()
         assert mode.scheduler is not None
         self.ended_ns = now_ns
         floor_us = mode.times.floor_us.get(step.plan.mode, 0)

@@ -9,6 +9,7 @@ from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.fake_engine import FakeCell, FakeMode
 from tests.harness.worker.fake_scheduler import FakeRequest, FakeScheduler, fake_payload
+from worker.io.host import HOST, Host
 from worker.io.step_queue import QueueMessage, Step
 from worker.rank.led_tasks import LedTask, LedTasks
 from worker.rank.step_log import StepLog
@@ -48,6 +49,7 @@ class Stage:
         """(epoch, tasks) of each batch."""
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
+        self.host: Host = HOST
         self.freed_groups: list[Group] = []
         self.lost_groups: list[Group] = []
         self.expected: list[int] = []

@@ -9,6 +9,7 @@ from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from tests.harness.worker.fake_scheduler import token_at
 from tests.harness.worker.stepping_rank import DP, TP, Stage, task_of
+from worker.io.host import HOST
 from worker.io.step_queue import Step
 from worker.rank import steps
 from worker.rank.steps import DeferredStep
@@ -165,7 +166,7 @@ def test_it_is_over_even_if_it_fails() -> None:
     def compute() -> None:
         raise PeerLostError(3)
 
-    step = DeferredStep(compute, Group((Rank(0),), Mode.DP))
+    step = DeferredStep(compute, Group((Rank(0),), Mode.DP), HOST)
     assert not step.query()
     with pytest.raises(PeerLostError):
         step.get_output()

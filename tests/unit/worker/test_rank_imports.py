@@ -1,8 +1,12 @@
 """The rank's logic runs where neither torch nor vLLM is: every module is imported anew."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import worker.rank
 
 LOADED = """
 import importlib, json, pkgutil, sys
@@ -23,3 +27,14 @@ def test_no_module_of_the_rank_s_logic_imports_torch_or_vllm() -> None:
         *names
     }
     assert (heavy, engine) == ([], [])
+
+
+def test_the_rank_s_logic_reads_no_clock() -> None:
+    """Its host does; spans of traces, which nothing decides by, are the exception."""
+    rank = Path(worker.rank.__file__).parent
+    readers = {
+        each.name
+        for each in rank.rglob("*.py")
+        if re.search(r"^(import time|from time import)", each.read_text(), re.MULTILINE)
+    }
+    assert readers == {"traced_tasks.py"}

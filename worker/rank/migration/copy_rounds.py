@@ -7,7 +7,6 @@ with its copies in flight, and commit and join overlap with them. Writes to thos
 members' copies. A rank that cannot finish its copies exits, which loses its group.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from comm_pool.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import by_source
+from worker.io.host import HOST, Host
 from worker.rank.engine import Continuation, Engine, Tokens
 from worker.rank.migration.copy_thread import CopyThread
 from worker.rank.migration.manifest import Bools, Ints, MigrationPlan, TaskSnapshot
@@ -127,13 +127,15 @@ class CopyRounds:
         mailboxes: Mapping[Rank, RankMailbox],
         rank: Rank,
         look: Callable[[], None],
+        host: Host = HOST,
     ) -> None:
         """`look` is called in every wait: it collects results of this rank's last step."""
         self._engine = engine
         self._mailboxes = mailboxes
         self._rank = rank
         self._look = look
-        self._copies = CopyThread(engine)
+        self._host = host
+        self._copies = CopyThread(engine, host)
         self._open: PreparedMigration | None = None
         """The last migration reported with copies in flight, until all ranks have finished them."""
         self._epoch = 0
@@ -147,14 +149,17 @@ class CopyRounds:
 
         Raises `OvertakenError`, or `MoveFailedError` with the complaint after `PEER_WAIT_LIMIT_S`.
         """
-        deadline = time.monotonic() + PEER_WAIT_LIMIT_S
+        deadline_ns = self._after(PEER_WAIT_LIMIT_S)
         while not condition():
             self._look()
             if overtaken():
                 raise OvertakenError
-            if time.monotonic() > deadline:
+            if self._host.now_ns() > deadline_ns:
                 raise MoveFailedError(f"{complaint} within {PEER_WAIT_LIMIT_S:.0f} s.")
-            time.sleep(PEER_POLL_S)
+            self._host.sleep(PEER_POLL_S)
+
+    def _after(self, seconds: float) -> int:
+        return self._host.now_ns() + int(seconds * 1e9)
 
     def carry_out(self, pending: PreparedMigration, meanwhile: MigrationCallbacks) -> None:
         """Copy this rank's share; raises as `wait` does."""
@@ -278,7 +283,7 @@ class CopyRounds:
         """Wait until this rank's copies are over; they may be in flight after a commit."""
         while not self._copies.is_over:
             self._look()
-            time.sleep(PEER_POLL_S)
+            self._host.sleep(PEER_POLL_S)
 
     def end_all(self) -> None:
         """Wait until no copy of the last migration reads or writes this rank's pages."""
@@ -286,13 +291,13 @@ class CopyRounds:
         if pending is None:
             return
         self.end()
-        deadline = time.monotonic() + COPIES_LIMIT_S
+        deadline_ns = self._after(COPIES_LIMIT_S)
         mailboxes = [self._mailboxes[Rank(rank)] for rank in pending.move.ranks]
         while any(each.epoch == pending.epoch and each.round == 1 for each in mailboxes):
-            if time.monotonic() > deadline:
+            if self._host.now_ns() > deadline_ns:
                 log.warning("copies_not_waited_for", epoch=pending.epoch, seconds=COPIES_LIMIT_S)
                 return
-            time.sleep(PEER_POLL_S)
+            self._host.sleep(PEER_POLL_S)
 
     def _await_quiesced(self, pending: PreparedMigration, overtaken: Callable[[], bool]) -> None:
         self._await_all(

@@ -6,11 +6,12 @@ the same cores, they run inline: waking a thread takes longer than most copies.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, Round
+from worker.io.host import Host
 from worker.rank.engine import Engine
 
 _Start = tuple[Finish, Callable[[], None]]
@@ -31,13 +32,11 @@ class _AtOnce(Executor):
 class CopyThread:
     """Runs the copies of one migration at a time; used by the rank's main loop alone."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, host: Host) -> None:
         self._engine = engine
         self._thread: Executor = _AtOnce()
         if not engine.is_synchronous:
-            self._thread = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
-            )
+            self._thread = host.copy_thread(engine.copy_aside)
         self._starts: list[Future[_Start]] = []
         self._concluded: list[Future[_Start]] = []
         self._end: Future[MoveStats] | None = None

@@ -56,7 +56,7 @@ class Migration:
         self._is_published = False
         """Whether peers rely on this rank's state of the group until the migration is decided."""
         self._pending: PreparedMigration | None = None
-        self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on)
+        self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on, runtime.host)
         self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
         self._publication: tuple[EngineScheduler | None, list[RunningState]] | None = None
         """The scheduler and the tasks of the manifest, until the last step is over."""
