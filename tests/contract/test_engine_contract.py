@@ -237,6 +237,18 @@ def test_a_parked_task_keeps_its_pages_and_goes_on(bench: EngineBench, width: in
     assert bench.run() == {"a": wanted[3:]}
 
 
+def test_a_task_of_a_group_that_was_left_with_its_pages_holds_them(
+    bench: EngineBench, width: int
+) -> None:
+    """As before a migration: the mode is not parked, and a lost member's share may be freed."""
+    bench.begin(width, PAGES)
+    assert bench.park() == []
+    bench.begin(width, PAGES)
+    bench.add("a", PROMPT, 6)
+    bench.step()
+    assert bench.scheduler.holders_of(bench.indices()) == ["a"]
+
+
 def test_parked_pages_serve_another_width(bench: EngineBench) -> None:
     bench.begin(1, PAGES)
     wanted = bench.alone(PROMPT, 6)

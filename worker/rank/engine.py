@@ -176,7 +176,7 @@ class EngineScheduler(Protocol):
         """Return tasks whose KV another group could not continue with."""
 
     def holders_of(self, indices: LeaseIndices) -> list[str]:
-        """Return tasks of the parked mode with a block in one of these lease indices."""
+        """Return tasks with a block in one of these lease indices; the mode is not bound."""
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Remove tasks, free their blocks and return the tokens that each has generated."""

@@ -159,7 +159,6 @@ class FakeScheduler:
         self._late: list[tuple[int, list[int]]] = []
         """Blocks that are free once the step of this number is over."""
         self._bundles: list[set[int]] = []
-        self._parked: set[int] = set()
         self._planned = self._over = 0
         """Numbers of the last step that was planned, and of the last one that is over."""
 
@@ -220,11 +219,10 @@ class FakeScheduler:
     def withdraw(self) -> LeaseIndices:
         used = {block // self.slots_per_page for block in self._used()}
         self._bundles = [each for each in self._bundles if each & used]
-        self._parked = used.union(*self._bundles)
-        return np.array(sorted(self._parked), dtype=np.int64)
+        return np.array(sorted(used.union(*self._bundles)), dtype=np.int64)
 
     def holders_of(self, indices: LeaseIndices) -> list[str]:
-        blocks = self._blocks(np.array([each for each in indices if each in self._parked], int))
+        blocks = self._blocks(indices)
         return [name for name in self.holding() if blocks & {*self.requests[name].blocks}]
 
     def _blocks(self, indices: Iterable[int]) -> set[int]:

@@ -22,8 +22,8 @@ class BlockGrants:
         blocks = len(pool.blocks)
         self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
-        self.parked_indices: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        """Lease indices that tasks held when the mode was last parked."""
+        self.parked_indices: npt.NDArray[np.int64] | None = None
+        """Lease indices that tasks held when the mode was parked; None: it was granted since."""
         self._bundles: list[npt.NDArray[np.int64]] = []
         """Sets of lease indices whose blocks a migration interleaved: kept or freed as one."""
         pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
@@ -59,8 +59,8 @@ class BlockGrants:
         self._bundles = [each for each in self._bundles if is_held[each].any()]
         for each in self._bundles:
             is_held[each] = True
-        self.parked_indices = np.flatnonzero(is_held)
-        return self.parked_indices
+        self.parked_indices = found = np.flatnonzero(is_held)
+        return found
 
     def bundle(self, indices: npt.NDArray[np.int64]) -> None:
         """Keep these lease indices, which a migration has filled, together."""
@@ -93,6 +93,7 @@ class BlockGrants:
         self._set(wanted)
 
     def _set(self, wanted: npt.NDArray[np.bool_]) -> None:
+        self.parked_indices = None
         queue, blocks = self._pool.free_block_queue, self._pool.blocks
         for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
             queue.remove(blocks[block_id])

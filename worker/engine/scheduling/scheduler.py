@@ -345,11 +345,12 @@ class ModeScheduler(Scheduler):
         self.grants.grant(indices)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        """Return tasks of the parked mode with a block in one of these lease indices."""
+        """Return tasks with a block in one of these lease indices; the mode is not bound."""
         slots = self.grants.slots_per_page
         named = np.zeros(self.grants.indices, dtype=np.bool_)
         named[indices] = True
-        if not named[self.grants.parked_indices].any():
+        parked = self.grants.parked_indices
+        if parked is not None and not named[parked].any():
             return []
         return [
             request_id
