@@ -206,7 +206,17 @@ class Leases:
             bound = participant.binding.group.ranks if participant.binding is not None else ()
             whole = bound, self._runtime.migration.goal
             for ranks in self._sharers.take_lost(dict(directive.members), whole):
-                changed |= self.keep_only(ranks, ())
+                changed |= self._lose(ranks)
+        return changed
+
+    def _lose(self, ranks: Ranks) -> bool:
+        """Free all pages of a lease that lost a member; return whether there were any.
+
+        Members that were only out of reach know of no loss, so a leader tells them, too.
+        """
+        changed = self.keep_only(ranks, ())
+        if changed and ranks[0] == self._runtime.engine.spec.rank and len(ranks) > 1:
+            self.withdraw(Group(ranks, Mode.TP))
         return changed
 
     def made(self, move: Move, participant: SwitchParticipant) -> None:

@@ -332,3 +332,18 @@ def test_a_lease_whose_member_is_lost_is_given_up_with_its_paused_tasks() -> Non
     lost = cell.wanted(Phase.SERVE, Carry.PAUSE, members={0: 2})
     assert follower.core.handle(lost, 1) is None
     assert "leased" not in repr(follower.core)
+
+
+def test_a_member_that_was_only_out_of_reach_hears_that_its_lease_is_given_up() -> None:
+    """The leader took it for lost, and no task is left whose return would tell of the lease."""
+    cell = CoreCell("tp2", pages=9)
+    cell.retarget("dp2")
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    leader, follower = cell.ranks
+    cell.retarget("dp2")
+    leader.hear(cell.wanted(Phase.PARK, members={1: 2}))
+    leader.turn()
+    assert "leased" not in repr(leader.core)
+    follower.hear(cell.wanted(Phase.PARK, retentions=leader.reports[-1].retentions))
+    follower.turn()
+    assert "leased" not in repr(follower.core)
