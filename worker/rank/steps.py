@@ -21,7 +21,7 @@ from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
 from worker.io.host import Host
 from worker.io.step_queue import QueueMessage, Step
-from worker.rank.engine import Engine, EngineMode, Plan, TaskOutput
+from worker.rank.engine import Engine, EngineMode, NoRoomError, Plan, TaskOutput
 from worker.rank.inflight_step import POLL_S, InflightStep
 from worker.rank.led_tasks import LedTasks
 from worker.rank.step_log import StepLog
@@ -72,9 +72,9 @@ class DeferredStep:
     manifest is published and the migration is planned splits that into two shorter pauses.
     """
 
-    def __init__(self, compute: Callable[[], Any], group: Group, host: Host) -> None:
-        """`group` computes the step."""
-        self.group = group
+    def __init__(self, compute: Callable[[], Any], binding: Binding, host: Host) -> None:
+        """The formation `binding` computes the step."""
+        self.binding = binding
         self._compute = compute
         self._is_over = False
         self._host = host
@@ -192,15 +192,15 @@ class Steps:
         """Plan and send the last step of the led group before it is left, and defer it."""
         plan = mode.plan_step(binding.group, self.finish_inflight)
         self._runtime.lead(Step(binding.formation, plan, is_held=True))
-        deferred = self._defer(mode, plan, binding.group)
+        deferred = self._defer(mode, plan, binding)
         launched_ns, group = self._now_ns(), binding.group
         self._inflight = InflightStep(
             plan, deferred, launched_ns, mode, group, epoch, binding.formation
         )
 
-    def _defer(self, mode: EngineMode, plan: Plan, group: Group) -> DeferredStep:
+    def _defer(self, mode: EngineMode, plan: Plan, binding: Binding) -> DeferredStep:
         # The mode stays selected until the next group is joined, which runs this step first.
-        self._deferred = deferred = DeferredStep(mode.ready(plan), group, self._runtime.host)
+        self._deferred = deferred = DeferredStep(mode.ready(plan), binding, self._runtime.host)
         self._count(plan)
         return deferred
 
@@ -217,7 +217,8 @@ class Steps:
     def run_deferred(self) -> None:
         """Run the deferred step, if there is one.
 
-        Raises `PeerLostError` if its formation was aborted and has not been left yet.
+        Raises `PeerLostError` if its formation was aborted, and `NoRoomError` if it lacked memory,
+        unless its group was left.
         """
         deferred, self._deferred = self._deferred, None
         inflight = self._inflight
@@ -226,15 +227,19 @@ class Steps:
         elif deferred is not None and not deferred.query():
             try:
                 deferred.get_output()
-            except PeerLostError:
+            except (PeerLostError, NoRoomError) as error:
                 if self._runtime.selected is not None:
                     raise
-                self._lose(deferred)
+                self._lose(deferred, error)
 
-    def _lose(self, deferred: DeferredStep) -> None:
-        """Give up a deferred step of a group that has lost a member."""
-        log.warning("deferred_step_lost", group=deferred.group.name)
-        self._runtime.lose_last_step(deferred.group)
+    def _lose(self, deferred: DeferredStep, error: PeerLostError | NoRoomError) -> None:
+        """Give up a deferred step of a group that has lost a member, or has no room for it here."""
+        group = deferred.binding.group
+        log.warning("deferred_step_lost", group=group.name, reason=str(error))
+        if isinstance(error, NoRoomError):
+            # The other members wait in it.
+            self._runtime.engine.communicators.abort(group.ranks, deferred.binding.formation)
+        self._runtime.lose_last_step(group)
 
     def _usual_ns(self, mode: EngineMode, plan: Plan) -> int:
         """Return the usual time of such steps, or what the start-up benchmark measured."""
@@ -267,7 +272,7 @@ class Steps:
         if self._is_lost(binding.group, binding.formation):
             raise PeerLostError(binding.formation)
         if step.is_held:
-            self._defer(mode, plan, binding.group)
+            self._defer(mode, plan, binding)
             self.ended_ns = 0
             return
         result = self.execute(mode, plan)
@@ -287,11 +292,11 @@ class Steps:
             return
         try:
             self._finish(inflight)
-        except PeerLostError:
+        except (PeerLostError, NoRoomError) as error:
             deferred = inflight.result
             if not isinstance(deferred, DeferredStep) or self._runtime.selected is not None:
                 raise
-            self._lose(deferred)
+            self._lose(deferred, error)
 
     def drop(self, formation: int) -> None:
         """Wait until the device is done with a formation, and discard its in-flight step."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group, Mode, Rank
+from comm_pool.layout import Rank
 from tests.harness.worker.fake_scheduler import token_at
 from tests.harness.worker.stepping_rank import DP, TP, Stage, task_of
 from worker.io.host import HOST
@@ -134,6 +134,19 @@ def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool,
     assert (stage.steps.draining_group, stage.pushed) == (None, [])
 
 
+@pytest.mark.parametrize(
+    ("leads", "asks"), [(True, "run_deferred"), (True, "finish_inflight"), (False, "run_deferred")]
+)
+def test_one_without_room_is_given_up_for_all_members(leads: bool, asks: str) -> None:
+    stage = held(leads)
+    stage.engine.has_no_room = True
+    leave(stage)
+    getattr(stage.steps, asks)()
+    assert stage.lost_groups == [TP.group]
+    assert stage.engine.communicators.is_aborted(TP.group.ranks, TP.formation), "they wait in it"
+    assert (stage.steps.has_deferred_step, stage.pushed) == (False, [])
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> None:
     stage = held(leads)
@@ -166,7 +179,7 @@ def test_it_is_over_even_if_it_fails() -> None:
     def compute() -> None:
         raise PeerLostError(3)
 
-    step = DeferredStep(compute, Group((Rank(0),), Mode.DP), HOST)
+    step = DeferredStep(compute, DP, HOST)
     assert not step.query()
     with pytest.raises(PeerLostError):
         step.get_output()
