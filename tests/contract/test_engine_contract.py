@@ -309,6 +309,19 @@ def test_a_step_that_never_ends_holds_nothing(bench: EngineBench, width: int) ->
     assert bench.run() == {"b": wanted}
 
 
+def test_what_a_forgotten_step_would_have_written_is_free_at_once(
+    bench: EngineBench, width: int
+) -> None:
+    bench.begin(width, PAGES)
+    bench.add("a", PROMPT, 9)
+    bench.step()
+    bench.plan()
+    bench.mode.forget_steps()
+    bench.scheduler.take_back(["a"])
+    assert not bench.scheduler.frees_after_step
+    assert bench.scheduler.blocks_free == bench.scheduler.blocks_total
+
+
 def test_a_task_is_published_as_it_will_be_after_the_step_in_flight(
     bench: EngineBench, width: int
 ) -> None:

@@ -248,7 +248,7 @@ class FakeScheduler:
 
     def _release(self, request: FakeRequest) -> None:
         blocks, request.blocks = request.blocks, []
-        if request.in_flight:
+        if request.in_flight and self._over < self._planned:
             self._late.append((self._planned, blocks))
         else:
             self._free += blocks
