@@ -21,9 +21,10 @@ from coordinator.protocol.terms import TaskId, Tier
 from gateway.errors import ApiError
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.token_stream import Answer, Trim, Verdict
+from tests.harness.worker.fake_scheduler import fake_payload
 from tests.simulation.checkers import Stream, check
 from tests.simulation.network import Session
-from tests.simulation.sim_gateway import EXPECTED_FAILURES, Token
+from tests.simulation.sim_gateway import EXPECTED_FAILURES, Token, prompt_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -84,7 +85,9 @@ class BookGateway:
             )
             stream = Stream(header.task, length)
             self.streams.append(stream)
-            answer = self.book.open(header, bytes([length]), self.clock_s)
+            answer = self.book.open(
+                header, fake_payload(header.task, prompt_of(header), length), self.clock_s
+            )
             assert not isinstance(answer, ApiError)
             task = self.book.get(header.task)
             assert task is not None
@@ -133,6 +136,7 @@ class BookGateway:
 
     def on_tokens(self, tokens: tuple[Token, ...]) -> None:
         for token in tokens:
+            check(token.token >= 0, f"{token.task}: a token of a step that never ended")
             self._on_token(token)
 
     def _on_token(self, token: Token) -> None:

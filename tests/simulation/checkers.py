@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding, Carry, Phase, Stage, TaskId
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage
 
 if TYPE_CHECKING:
     from tests.simulation.book_gateway import BookGateway
     from tests.simulation.sim_gateway import SimGateway
     from tests.simulation.sim_rank import SimRank
-    from tests.simulation.stepping import Step
+    from tests.simulation.sim_scheduler import SimPlan
 
 
 class Violation(AssertionError):
@@ -128,23 +128,25 @@ def check_nothing_waits(participant: SwitchParticipant) -> None:
 
 
 def check_one_leads(
-    step: "Step",
+    plan: "SimPlan",
     leader: "SimRank",
     other: "SimRank",
     gateways: "Mapping[str, SimGateway | BookGateway]",
 ) -> None:
     """Nobody else goes on with a task of the step in a way that its gateway would believe."""
-    engine = other.holdings.engine
-    if other is leader or engine is None or not other.participant.may_step(other.clock_ms):
+    now_ms = other.host.now_ns() // 1_000_000
+    if not (other.runtime.has_tasks and other.participant.may_step(now_ms)):
         return
-    for name, attempt, _ in step.batch:
-        task = engine.tasks.get(TaskId(name))
-        client = gateways[task.header.gateway].open.get(task.header.task) if task else None
-        if task is not None and client is not None:
-            check(
-                min(attempt, task.attempt) <= client.fence,
-                f"{name} is led by rank {leader.rank} and by rank {other.rank}",
-            )
+    joined = other.runtime.bound_ranks
+    for part in plan.parts:
+        task, own = other.runtime.book.get(part.name), leader.runtime.book.get(part.name)
+        if task is None or own is None or task.group.ranks != joined:
+            continue
+        client = gateways[task.header.gateway].open.get(part.name)
+        check(
+            client is None or min(own.attempt, task.attempt) <= client.fence,
+            f"{part.name} is led by rank {leader.rank} and by rank {other.rank}",
+        )
 
 
 def check_equal(what: str, one: Hashable, other: Hashable) -> None:

@@ -15,6 +15,7 @@ from coordinator.protocol.switch_actions import Move
 from coordinator.protocol.terms import Carry
 from tests.simulation.checkers import Violation, check
 from tests.simulation.faults import WIDTHS
+from tests.simulation.fibers import FiberEnded
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.world import WORLD, World
@@ -52,10 +53,6 @@ class Point:
         return f"{self.role}: {self.label} ({self.time})"
 
 
-class _CrashHere(Exception):
-    """The process that is acting ends now."""
-
-
 class CrashWorld(World):
     """A world in which only one thing goes wrong, or nothing."""
 
@@ -69,7 +66,7 @@ class CrashWorld(World):
         self._times: dict[tuple[str, str], int] = {}
         self._reported: dict[Rank, str] = {}
         self.num_pages = dict.fromkeys(self.ranks, 40)
-        self.max_tokens, self._two_rounds_every = 48, 1
+        self.max_tokens, self.step_ticks = 48, 0
         self.faults.spins = how == STUCK
         self.faults.shares_memory = how != STUCK
         self.faults.move_fails = 0.0
@@ -82,14 +79,15 @@ class CrashWorld(World):
             queue=QueueBounds(4_096),
             default_carry=Carry.RESHARD,
         )
-        self.ranks = {
-            rank: SimRank(self, rank, 1, old.widths, 0, self.memory.mailboxes)
-            for rank, old in self.ranks.items()
-            if old is not None
-        }
+        self.close()
+        self.start_ranks()
 
     def run_switch(self) -> "CrashWorld":
         """Serve, switch, crash on the way, and come to rest with every task finished."""
+        with self.running():
+            return self._run_switch()
+
+    def _run_switch(self) -> "CrashWorld":
         self.start_core()
         self._until(lambda: self.is_serving, "the first layout serves")
         for number in range(TASKS):
@@ -130,31 +128,30 @@ class CrashWorld(World):
 
     def point(self, rank: Rank, label: str) -> None:
         if self._is_here(f"rank {rank}", label):
-            raise _CrashHere
+            raise FiberEnded
 
     def note(self, rank: Rank, move: Move) -> None:
         super().note(rank, move)
         label = type(move).__name__.lower()
         self._reported[rank] = f"{label} is reported"
-        self.point(rank, f"{label} is done")
 
     def act(self, rank: SimRank) -> None:
         try:
             if (label := self._reported.pop(rank.rank, None)) is not None:
                 self.point(rank.rank, label)
             rank.act()
-        except _CrashHere:
+        except FiberEnded:
             self._end(rank.rank)
 
-    def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:
+    def _directive_arrives(self, core: int, rank: Rank, directive: Directive, number: int) -> None:
         process = self.ranks[rank]
         wanted = process.participant.wanted if process is not None else None
         is_new = wanted is not None and directive.stage > wanted.stage
-        super()._directive_arrives(core, rank, directive)
+        super()._directive_arrives(core, rank, directive, number)
         try:
             if is_new and process is not None:
                 self.point(rank, f"{directive.stage.phase.name} is heard")
-        except _CrashHere:
+        except FiberEnded:
             self._end(rank)
 
     def _end(self, rank: Rank) -> None:
@@ -184,6 +181,9 @@ class CrashWorld(World):
             self.faults._crash_core(self)
 
 
-def points_of(switch: Switch) -> list[Point]:
-    """Every point that the switch passes when nothing goes wrong."""
-    return CrashWorld(switch).run_switch().points
+def points_of(switch: Switch, how: str = EXIT_SEEN) -> list[Point]:
+    """Every point that the switch passes when nothing goes wrong.
+
+    Where ranks are to get stuck, they compute on devices, so there are other points.
+    """
+    return CrashWorld(switch, how=how).run_switch().points

@@ -8,18 +8,11 @@ Only probes tell, and those come when a group has just been formed.
 import random
 from typing import TYPE_CHECKING
 
-from comm_pool.layout import Rank, step_name
-from coordinator.protocol.messages.rank import Probed
-from coordinator.protocol.switch_actions import Serve
+from comm_pool.layout import Rank
 from tests.simulation.checkers import check
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
-
-ERROR_MAX_NATS = 0.25
-
-Probes = dict[tuple[tuple[Rank, ...], str], Probed]
-"""The newest probe of each mode that a rank leads."""
 
 
 class Drift:
@@ -44,20 +37,15 @@ class Drift:
             world.say(f"rank {rank} computes wrongly from now on")
         world.stats.drifts += 1
 
-    def probe(self, world: "World", move: Serve) -> Probes:
-        """What the leader of a group that was just formed finds."""
-        if not self._chance:
-            return {}
-        group, epoch = move.binding.group, move.directive.stage.epoch
-        is_wrong = group.ranks in self._groups or any(
-            self._wrong.get(rank) == world.incarnations[rank] for rank in group.ranks
+    @property
+    def is_on(self) -> bool:
+        return self._chance > 0.0
+
+    def is_wrong(self, world: "World", ranks: tuple[Rank, ...]) -> bool:
+        """Return whether the group that these ranks have just formed computes wrongly."""
+        return ranks in self._groups or any(
+            self._wrong.get(rank) == world.incarnations[rank] for rank in ranks
         )
-        error = 9.0 if is_wrong else 0.0
-        names = [step_name(mode, group.width) for mode in group.step_modes]
-        return {
-            (group.ranks, name): Probed(group.ranks, name, epoch, error, ERROR_MAX_NATS)
-            for name in names
-        }
 
 
 def check_layout(world: "World") -> None:

@@ -58,7 +58,7 @@ class Faults:
         self.break_session = rng.choice((0.0, 0.005, 0.03))
         self.move_fails = rng.choice((0.0, 0.0, 0.0, 0.05))
         self.core_crash = rng.choice((0.0, 0.0, 0.006))
-        self.submit = rng.choice((0.1, 0.3, 0.6))
+        self.submit = rng.choice((0.05, 0.15, 0.4))
         self.cancel = rng.choice((0.0, 0.02, 0.1))
         self.gateway_returns = 0.1
         # With few layouts to choose from, paused tasks see theirs come back.
@@ -129,7 +129,8 @@ class Faults:
             world.core_event(RenewalWanted())
         if self._rooms.random() < self.no_room:
             process = world.ranks[Rank(self._rooms.randrange(8))]
-            world.stats.without_room += process is not None and process.room.run_out()
+            if process is not None and process.participant.serving:
+                process.engine.lacks_room = True
         if (phase := moving_phase(world)) is not None and chance() < self.meddle:
             self._meddle(world, is_told=phase is not Phase.MOVE)
 
@@ -143,6 +144,7 @@ class Faults:
         self.gateway_returns = 1.0
         for process in world.alive:
             process.stopped_until = 0
+            process.engine.lacks_room = False
         if world.core is not None:
             for rank in world.core._roster:
                 world.core._roster[rank].out_until_ms = 0

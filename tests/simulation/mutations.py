@@ -1,6 +1,7 @@
 """Bugs put in on purpose: each must be found, or the simulation is not worth its time."""
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,13 @@ import msgspec
 
 from comm_pool.layout import Rank
 from coordinator.model.events import Effect
-from coordinator.protocol.messages.rank import Directive, RankHello, Report
+from coordinator.protocol.messages.rank import Directive, Drop, GiveBack, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted, TaskReturned
 from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.switch_rules import MOVES, OVER, RULES, Action, Asks, Rule, RuleTable
 from coordinator.protocol.switch_situation import Situation
-from coordinator.protocol.terms import ReturnCause, Target, TaskId
+from coordinator.protocol.terms import Binding, Target, TaskId
 from coordinator.ranks.outliers import OutlierDetector
 from coordinator.ranks.roster import Arrival, Roster
 from coordinator.switching import switcher
@@ -24,15 +25,19 @@ from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import Task
 from coordinator.tasks.task_pool import TaskPool
 from coordinator.tasks.task_table import TaskTable
-from tests.simulation import sim_moving
-from tests.simulation.sim_engine import SimTask
+from kvadaptor.reshard.terms import UnitCopies
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
-from tests.simulation.sim_holdings import Holdings
-from tests.simulation.sim_moving import SimMoving
-from tests.simulation.sim_plan import Cargo, Ranks
-from tests.simulation.sim_rank import SimRank
-from tests.simulation.sim_room import Room
-from tests.simulation.stepping import Begin
+from worker.rank.core import RankCore
+from worker.rank.engine import EngineMode, LeaseIndices
+from worker.rank.events import Effect as RankEffect
+from worker.rank.events import Event as RankEvent
+from worker.rank.inflight_step import InflightStep
+from worker.rank.leases import Leases, Ranks
+from worker.rank.migration import copy_rounds
+from worker.rank.migration.copy_rounds import CopyRounds, PreparedMigration
+from worker.rank.migration.migration import Migration
+from worker.rank.runtime import GroupRuntime
+from worker.rank.steps import Steps
 
 Patch = tuple[Any, str, Any]
 
@@ -87,8 +92,13 @@ def _all_is_void(report: Report, target: Target, roster: Roster) -> int:
     return 0 if joined is None or joined in target.bindings else joined.formation
 
 
-def _grants_its_own(self: Holdings, begin: Begin) -> int:
-    return self.pages.counts().free
+def _grants_its_own(
+    self: Leases, mode: EngineMode, binding: Binding, _grant_pages: int, indices: tuple[int, ...]
+) -> LeaseIndices:
+    return _leases_begin(self, mode, binding, self._runtime.engine.pages.counts().free, indices)
+
+
+_leases_begin = Leases.begin
 
 
 def _any_attempt(self: TaskTable, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
@@ -122,9 +132,9 @@ def _hears_of_no_room(self: OutlierDetector, report: Report, *args: Any) -> Any:
     return _on_report(self, msgspec.structs.replace(report, oom_formation=0), *args)
 
 
-def _tells_until_it_joins(self: Room) -> int:
-    binding = self._process.participant.binding
-    return self._lacked_in if binding is None or binding.formation <= self._lacked_in else 0
+def _tells_until_it_joins(self: RankCore) -> int:
+    binding = self.participant.binding
+    return self._no_room if binding is None or binding.formation <= self._no_room else 0
 
 
 def _no_patience(self: Switcher, rank: Rank) -> Any:
@@ -144,13 +154,17 @@ def _commits_all_the_same(self: MoveCommits, epoch: int, reports: Iterable[Repor
 _decide = MoveCommits.decide
 
 
-def _adopts_as_it_was(cargo: Cargo, blocks: list[int]) -> SimTask:
-    task = _restored(cargo, blocks)
-    task.attempt -= 1
-    return task
+def _adopts_as_it_was(
+    self: Migration, binding: Binding, pending: PreparedMigration, indices: LeaseIndices
+) -> None:
+    _adopt(self, binding, pending, indices)
+    for each in pending.incoming:
+        led = self._runtime.book.get(each.cargo.header.task)
+        assert led is not None
+        led.attempt -= 1
 
 
-_restored = sim_moving._restored
+_adopt = Migration._adopt
 
 
 def _any_commit(self: Situation) -> Directive | None:
@@ -172,12 +186,17 @@ def _only_if_wanted(self: Situation) -> bool:
     return False
 
 
-def _hands_nothing_over(self: Holdings, group: Ranks, gone: dict[TaskId, int]) -> None:
+def _does_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _keeps_all(self: Holdings, group: Ranks, cause: ReturnCause) -> None:
-    return None
+def _obeys_at_once(self: RankCore, event: RankEvent, now_ns: int) -> RankEffect | None:
+    if isinstance(event, Drop | GiveBack):
+        return self._begin(self._obey(event))
+    return _handle(self, event, now_ns)
+
+
+_handle = RankCore.handle
 
 
 def _leaders_stay(self: TaskPool, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
@@ -208,8 +227,42 @@ def _drops_all(self: SwitchParticipant) -> bool:
     return self.binding is None
 
 
-def _waits_for_nobody(*_: Any) -> Iterator[None]:
-    return iter(())
+def _copies_all_at_once(
+    copies: Iterable[UnitCopies], _written: Any
+) -> tuple[list[UnitCopies], list[UnitCopies]]:
+    return list(copies), []
+
+
+def _counts_always(self: Steps, step: InflightStep) -> bool:
+    return True
+
+
+def _tells_nobody(self: Leases, ranks: Ranks) -> bool:
+    return self.keep_only(ranks, ())
+
+
+def _goes_on_without_news(self: Migration, pending: PreparedMigration) -> None:
+    messages, self._mailboxes = self._mailboxes, _Silent()
+    try:
+        _go_on(self, pending)
+    finally:
+        self._mailboxes = messages
+
+
+_go_on = Migration._go_on
+
+
+class _Silent(dict[Any, Any]):
+    """Mailboxes in which no rank has ended a step with a token."""
+
+    settled_message = pickle.dumps({})
+
+    def __missing__(self, _rank: Any) -> "_Silent":
+        return self
+
+
+def _is_never_spoiled(self: PreparedMigration) -> bool:
+    return False
 
 
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
@@ -231,29 +284,36 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "followers drop what comes before they join": (
         (SwitchParticipant, "may_drain", property(_drops_all)),
     ),
-    "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
+    "grants not equal": ((Leases, "begin", _grants_its_own),),
     "accept stale attempts": ((TaskTable, "current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
     "who had no room stays in": ((OutlierDetector, "on_report", _hears_of_no_room),),
     "who joins another group tells of no room no longer": (
-        (Room, "lacked_in", property(_tells_until_it_joins)),
+        (RankCore, "oom_formation", property(_tells_until_it_joins)),
     ),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
     "commit although a rank failed": ((MoveCommits, "decide", _commits_all_the_same),),
-    "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),
+    "adopt without a new attempt": ((Migration, "_adopt", _adopts_as_it_was),),
     "take any commit for one's own": ((Situation, "committed", property(_any_commit)),),
     "keep tasks when the move is over": ((Situation, "resolve", _keeps_past_the_move),),
-    "defer no command": ((SimRank, "defers", False),),
+    "defer no command": ((RankCore, "handle", _obeys_at_once),),
     "hand nothing over": (
-        (Holdings, "hand_over", _hands_nothing_over),
-        (Holdings, "give_up", _keeps_all),
+        (GroupRuntime, "hand_over", _does_nothing),
+        (GroupRuntime, "give_up", _does_nothing),
     ),
     "pool keeps the old leader": ((TaskPool, "adopted", _leaders_stay),),
     "recovery forgets moves": ((MoveCommits, "on_report", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
-    "rounds do not wait": ((SimMoving, "_await_round", _waits_for_nobody),),
+    "rounds do not wait": ((CopyRounds, "_await_round", _does_nothing),),
+    "copies do not wait for steps": ((copy_rounds, "split", _copies_all_at_once),),
+    "groups begin before their copies are over": ((Migration, "arrive", _does_nothing),),
+    "steps of lost groups count": ((Steps, "_counts", _counts_always),),
+    "aborted formations keep their tasks": ((RankCore, "_return_tasks", _does_nothing),),
+    "lost leases are not told": ((Leases, "_lose", _tells_nobody),),
+    "tasks go on without their last tokens": ((Migration, "_go_on", _goes_on_without_news),),
+    "spoiled tasks go on": ((PreparedMigration, "may_be_spoiled", property(_is_never_spoiled)),),
 }
 
 

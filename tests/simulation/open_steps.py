@@ -1,143 +1,205 @@
-"""The steps that are open in the world, and who may start one."""
+"""The steps that are open in the world, who may begin one, and who may leave one."""
 
+import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import Binding
-from tests.simulation.checkers import Violation, check, check_one_leads
-from tests.simulation.stepping import ABORT_AFTER_TICKS, Step
+from tests.harness.worker.fake_scheduler import FakePlan
+from tests.simulation.checkers import (
+    Violation,
+    check,
+    check_agreement,
+    check_one_leads,
+)
+from tests.simulation.lenders import check_loans
+from tests.simulation.sim_scheduler import SimPlan
 
 if TYPE_CHECKING:
     from tests.simulation.sim_rank import SimRank
     from tests.simulation.world import World
 
 
+class OpenStep:
+    """One collective of a formation: complete when all members are in it."""
+
+    def __init__(
+        self,
+        world: "World",
+        binding: Binding,
+        plan: SimPlan,
+        incarnations: Mapping[Rank, int | None],
+    ) -> None:
+        self._world = world
+        self._ends_at = world.now + world.step_ticks
+        self._are_all_there = False
+        self.binding = binding
+        self.plan = plan
+        self.incarnations = incarnations
+        """The processes of the formation, as its leader knows them."""
+        self.tokens: dict[str, int] = {}
+        """What the step gives its tasks."""
+        self.is_void = False
+        """Whether a member has come out of it: it is never complete."""
+        self.arrived: set[Rank] = set()
+        self.begun_by: set[Rank] = set()
+        """Members that have it, and run it now or later."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return self.binding.group.ranks
+
+    @property
+    def formation(self) -> int:
+        return self.binding.formation
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all members have computed it."""
+        return self._are_all_there and self._world.now >= self._ends_at
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or self.is_void
+
+    def arrive(self, rank: Rank) -> None:
+        """A member is in it now."""
+        self.arrived.add(rank)
+        self._are_all_there |= not self.is_void and len(self.arrived) == len(self.ranks)
+
+    def leave(self, rank: Rank) -> None:
+        """A member has come out of it: it counts for nobody."""
+        self.arrived.discard(rank)
+        self.is_void |= not self._are_all_there
+
+
 class OpenSteps:
-    """Steps that are not complete, each with its members."""
+    """Steps that are not complete."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self._open: dict[Step, tuple[SimRank, ...]] = {}
+        self._open: list[OpenStep] = []
+        self._meetings: dict[tuple[Binding, int], OpenStep] = {}
+        self._met: dict[tuple[Rank, int], int] = {}
+        self._numbers = itertools.count()
 
-    def fail_dead(self) -> None:
-        """Fail the steps that a dead member will never execute."""
-        self._open = {step: members for step, members in self._open.items() if not step.is_over}
-        for step, members in self._open.items():
-            if not self._lacks_one(step):
-                continue
-            since = step.dead_since if step.dead_since is not None else self._world.now
-            step.dead_since = since
-            step.failed = self._world.now - since >= ABORT_AFTER_TICKS
-            if step.failed and self._world.faults.drains:
-                self._let_out(step, members)
-            elif step.failed and self._world.faults.spins:
-                self._kill_stuck(step, members)
+    def begin(self, process: "SimRank", plan: FakePlan) -> OpenStep:
+        """A member begins, or defers, a step that its leader has planned."""
+        assert isinstance(plan, SimPlan)
+        own = process.participant.binding
+        assert plan.binding is not None
+        check_agreement(plan.binding, own, process.rank)
+        if plan.table != (own_table := process.engine.table_of()):
+            raise Violation(f"lease indices in {own}: {sorted(own_table)}, {sorted(plan.table)}")
+        if plan.step is None:
+            plan.step = OpenStep(self._world, plan.binding, plan, process.participant.members)
+            draw = self._world.rng.getrandbits(30)
+            names = [part.name for part in plan.parts if part.gives]
+            plan.step.tokens = {name: draw + number for number, name in enumerate(names)}
+            if process.rank == plan.step.ranks[0]:
+                self._check_may_begin(process, plan.step)
+            else:
+                self._check_has_no_room(plan.step)
+            if len(plan.step.ranks) > 1:
+                self._open = [each for each in self._open if not each.is_over]
+                self._open.append(plan.step)
+        plan.step.begun_by.add(process.rank)
+        return plan.step
 
-    def forsake(self, step: Step, rank: Rank) -> None:
-        """A member has come out of it, as it had no room for it: it counts for nobody."""
-        if not step.is_over:
-            step.arrived.discard(rank)
-        if step.dead_since is None:
-            step.dead_since = self._world.now
-
-    def _lacks_one(self, step: Step) -> bool:
-        return any(self._does_not_come(member, step) for member in self._open[step])
-
-    def _does_not_come(self, member: "SimRank", step: Step) -> bool:
-        if self._is_lost(member):
-            return True
-        if (since := member.room.lacked_since(step.formation)) is not None:
-            # Wherever the rank has gone meanwhile, the others hear of it only if it is cut out.
-            return member.cut_out_at >= since or not self._world.faults.drains
-        return _stays_away(member, step)
-
-    def _is_lost(self, member: "SimRank") -> bool:
-        """It is dead; or it stands still, and the others are told to do without it."""
-        if self._world.ranks[member.rank] is not member:
-            return True
-        stands_still = self._world.now < member.stopped_until
-        return self._world.faults.drains and stands_still and self._is_cut_out(member)
-
-    def _is_cut_out(self, member: "SimRank") -> bool:
-        core = self._world.core
-        return core is not None and not (
-            core.views.is_recovering or core.views.is_available(member.rank)
+    def meeting(self, process: "SimRank", ranks: tuple[Rank, ...], formation: int) -> OpenStep:
+        """The members of a group wait for each other, before its first step."""
+        binding = process.participant.binding
+        assert binding is not None and (binding.group.ranks, binding.formation) == (
+            ranks,
+            formation,
         )
+        count = self._met.get((process.rank, formation), 0)
+        self._met[process.rank, formation] = count + 1
+        key = binding, count
+        if key not in self._meetings:
+            plan = SimPlan((), frozenset(), 0)
+            self._meetings[key] = OpenStep(self._world, binding, plan, process.participant.members)
+        self._world.stats.meetings += 1
+        return self._meetings[key]
 
-    def _let_out(self, step: Step, members: tuple["SimRank", ...]) -> None:
-        """Those inside come out of the step, which does not count, and of their group for good."""
-        for member in members:
-            if member.rank in step.arrived and not self._does_not_come(member, step):
-                self._world.stats.closed += 1
-                member.closed.add(step.binding.group.ranks)
+    # ------------------------------------------------------------------ who may begin one
 
-    def _kill_stuck(self, step: Step, members: tuple["SimRank", ...]) -> None:
-        """Collectives with a dead peer never end: the watchdogs of those inside end them."""
-        for member in members:
-            is_inside = member.rank in step.arrived and not _had_no_room(member, step)
-            if is_inside and self._world.ranks[member.rank] is member:
-                self._world.stats.stuck += 1
-                self._world.faults.kill(self._world, member.rank)
-
-    def check_may_start(self, leader: "SimRank", step: Step) -> None:
-        """A leader sends a step: all members must be in the formation, and it must be wanted.
+    def _check_may_begin(self, leader: "SimRank", step: OpenStep) -> None:
+        """A leader begins a step: all members must be in the formation, and it must be wanted.
 
         Or about to join it: what waits for the outcome of a move into it does.
         """
-        self._world.stats.steps += 1
-        ranks = step.binding.group.ranks
-        self._world.stats.reunited += leader.cohort > 0 and len(ranks) > 1
-        incarnations = leader.holdings.members(ranks)
-        members = []
+        world, ranks = self._world, step.ranks
+        world.stats.steps += 1
+        world.stats.reunited += leader.cohort > 0 and len(ranks) > 1
+        check_loans(world, leader, step.binding.group)
         for rank in ranks:
-            process = self._world.ranks[rank]
-            if process is None or process.incarnation != incarnations[rank]:
-                step.dead_since = self._world.now
+            process = world.ranks[rank]
+            if process is None or process.incarnation != step.incarnations[rank]:
                 continue
-            if _does_without(process, step.binding, incarnations):
+            if _does_without(process, step) or step.formation in process.had_no_room_in:
                 # The leader is about to hear that the group is none any more.
-                step.dead_since = self._world.now
                 continue
-            members.append(process)
-            check(ranks not in process.closed, f"rank {rank} is in a group that it has closed")
-            has_joined = (rank, process.incarnation) in self._world.memory.joined
-            self._world.stats.rejoined += has_joined and len(ranks) > 1
-            if not (_is_in_or_comes(process, step.binding) or _had_no_room(process, step)):
+            is_closed = ranks in process.engine.communicators.closed
+            check(not is_closed, f"rank {rank} is in a group that it has closed")
+            has_joined = (rank, process.incarnation) in world.memory.joined
+            world.stats.rejoined += has_joined and len(ranks) > 1
+            if not _is_in_or_comes(process, step.binding):
                 where = process.participant.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
-        for other in self._world.alive:
-            check_one_leads(step, leader, other, self._world.gateways)
-        core = self._world.core
-        if core is not None and not core.views.is_recovering:
-            # Who computes wrongly is left out while its lease lasts; its tokens are fenced off.
+        names = {part.name for part in step.plan.parts}
+        for other in world.alive:
+            if other is not leader and any(led.header.task in names for led in other.runtime.book):
+                check_one_leads(step.plan, leader, other, world.gateways)
+        core = world.core
+        # A probe continues no task, so it needs no time lease. A process that stands still after it
+        # has looked at its lease cannot know; then, too, its tokens are fenced off.
+        had_lease = step.plan.parts and leader.leads_since == world.now
+        if had_lease and core is not None and not core.views.is_recovering:
+            # Who computes wrongly is left out while its lease lasts.
             check(
                 core.views.is_available(leader.rank) or core._roster.guard.is_wrong(leader.rank),
                 f"rank {leader.rank} starts a step although it is cut out",
             )
-        if step.dead_since is not None:
-            # A member died before the step began; nobody can tell that from one that is slow.
-            dead = type(leader)(self._world, leader.rank, -1, ())
-            members.append(dead)
-        self._open[step] = tuple(members)
+
+    def _check_has_no_room(self, step: OpenStep) -> None:
+        """A leader sends a step and does not begin it: that fails, as it had no room for it."""
+        leader = self._world.ranks[step.ranks[0]]
+        is_there = leader is not None and leader.incarnation == step.incarnations[step.ranks[0]]
+        check(
+            not is_there or (leader and step.formation in leader.had_no_room_in),
+            f"{step.binding} begins a step without its leader",
+        )
+        step.is_void = True
 
     def check_nobody_waits_for(self, follower: "SimRank", binding: Binding) -> None:
         """A follower leaves: its leader must not wait for it in a step that does not fail.
 
-        The step may have begun in this tick, so what it lacks is asked now. A follower that had no
-        room tells of it until the others come out; if they never do, the cell comes to no rest.
+        A follower that had no room tells of it until the others come out; if they never do, the
+        cell comes to no rest.
         """
-        leader = self._world.ranks[binding.group.leader]
-        engine = leader.holdings.engine if leader is not None else None
-        for step in engine.in_flight if engine is not None else ():
+        for step in self._open:
             check(
                 step.binding != binding
-                or step.is_over
-                or follower.rank in step.arrived
-                or _had_no_room(follower, step)
-                or self._lacks_one(step),
+                or step.is_complete
+                or follower.rank in step.begun_by
+                or self._is_void(step),
                 f"rank {follower.rank} left {binding} and its leader waits in a step",
             )
+
+    def _is_void(self, step: OpenStep) -> bool:
+        """Whether the members come out of the step without its results."""
+        if step.is_void:
+            return True
+        for rank in step.ranks:
+            member = self._world.ranks[rank]
+            if member is None or member.incarnation != step.incarnations[rank]:
+                return True
+            is_aborted = member.engine.communicators.is_aborted(step.ranks, step.formation)
+            if is_aborted or step.formation in member.had_no_room_in or _does_without(member, step):
+                return True
+        return False
 
 
 def _is_in_or_comes(member: "SimRank", binding: Binding) -> bool:
@@ -147,20 +209,9 @@ def _is_in_or_comes(member: "SimRank", binding: Binding) -> bool:
     return participant.binding == binding or (is_awaited and not participant.may_drain)
 
 
-def _does_without(
-    member: "SimRank", binding: Binding, incarnations: Mapping[Rank, int | None]
-) -> bool:
+def _does_without(member: "SimRank", step: OpenStep) -> bool:
     """It does not come any more, as it has heard that a process of the group is cut out or dead."""
     wanted = member.participant.wanted
-    present = dict(wanted.members) if wanted is not None else {}
-    is_whole = all(present.get(rank) == incarnations[rank] for rank in binding.group.ranks)
-    return not (_is_in_or_comes(member, binding) or is_whole)
-
-
-def _had_no_room(member: "SimRank", step: Step) -> bool:
-    return member.room.lacked_since(step.formation) is not None
-
-
-def _stays_away(member: "SimRank", step: Step) -> bool:
-    """It never came, as another member is cut out or dead; who is in the step is told of that."""
-    return member.rank not in step.arrived and not _is_in_or_comes(member, step.binding)
+    present: dict[Rank, Any] = dict(wanted.members) if wanted is not None else {}
+    is_whole = all(present.get(rank) == step.incarnations[rank] for rank in step.ranks)
+    return not (_is_in_or_comes(member, step.binding) or is_whole)

@@ -28,7 +28,7 @@ def unrest_of(world: "World") -> str | None:
         if not core.views.is_available(rank):
             if core._roster[rank].incarnation != process.incarnation:
                 return f"rank {rank} is not the process that computed wrongly, and was not heard"
-            if held := process.holdings.held():
+            if held := _tasks_of(process):
                 return f"rank {rank} computes wrongly and still holds {sorted(held)}"
             continue
         if unrest := _unrest_of_rank(process):
@@ -44,7 +44,7 @@ def check_rest(world: "World") -> None:
     stages = {rank.participant.stage for rank in world.alive}
     check(len(stages) == 1, f"ranks rest in different stages: {stages}")
     for rank in world.alive:
-        rank.holdings.pages.integrity(full=True)
+        rank.engine.pages.integrity(full=True)
     world.stats.ticks = world.now
     for gateway in world.gateways.values():
         for stream in gateway.streams:
@@ -55,15 +55,19 @@ def check_rest(world: "World") -> None:
 
 
 def _unrest_of_rank(process: SimRank) -> str | None:
-    participant, holdings = process.participant, process.holdings
+    participant, pages = process.participant, process.engine.pages
     if not participant.serving or participant.target is None or participant.binding is None:
         return f"does not serve, but is at {participant.stage}"
     if participant.target.binding_of(participant.rank) != participant.binding:
         return f"serves in {participant.binding}"
-    if held := holdings.held():
+    if held := _tasks_of(process):
         return f"still holds {sorted(held)}"
-    strangers = set(holdings.pages.counts().leased) - {participant.binding.group.ranks}
+    strangers = set(pages.counts().leased) - {participant.binding.group.ranks}
     return f"still leases pages to {sorted(strangers)}" if strangers else None
+
+
+def _tasks_of(process: SimRank) -> list[str]:
+    return [led.header.task for led in process.runtime.book]
 
 
 def _unrest_of_pool(core: Core) -> str | None:

@@ -1,148 +1,387 @@
-"""A leader's scheduler in small: tasks, blocks of the group's pages, steps sent ahead."""
+"""The engine of a simulated rank: the fake one, with collectives that wait, fail and hang.
+
+On CPU a step waits for all members where it is run, and raises once its formation is aborted. With
+`is_synchronous` off it is launched on a device, which runs what it is given in order, whatever the
+process does meanwhile. A step there that lacks a member never ends, until it is unblocked.
+"""
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from coordinator.protocol.messages.tasks import TaskHeader
-from coordinator.protocol.terms import Binding, TaskId
-from tests.simulation.checkers import check, digest
-from tests.simulation.sim_gateway import Token
-from tests.simulation.sim_memory import BLOCK_TOKENS, Places, marks
-from tests.simulation.stepping import Step
+import numpy as np
 
-KV_HEADS = 4
+from comm_pool.formations import Formations, PeerLostError
+from comm_pool.layout import Group, Mode, Rank, StepMode
+from kvadaptor.slot_table import SlotTable
+from tests.harness.worker.fake_engine import (
+    PROBE,
+    FakeCommunicators,
+    FakeEngine,
+    FakeMode,
+    FakeProbe,
+    FakeQueue,
+    LaunchedStep,
+)
+from tests.harness.worker.fake_scheduler import FakePlan
+from tests.simulation.checkers import Violation
+from tests.simulation.sim_kv import BLOCK_TOKENS, Copy, SimMover, words_of
+from tests.simulation.sim_queue import SimQueue
+from tests.simulation.sim_scheduler import SimIntake, SimPlan, SimScheduler
+from worker.rank.engine import EngineFacts, NoRoomError
+from worker.rank.step_times import StepCurve, StepTimes
+from worker.spec import RankSpec
 
+if TYPE_CHECKING:
+    from tests.simulation.open_steps import OpenStep
+    from tests.simulation.rank_memory import RankMemory
+    from tests.simulation.sim_rank import SimRank
 
-def slots_of(binding_width: int) -> int:
-    return min(binding_width, KV_HEADS)
+MAX_TASKS = 8
+STEP_TOKENS = 64
+STEP_US = 10_000
+WRONG_PROBE = (-9.0, -9.0)
+VOID = -1
+"""The token of a step that never ended."""
 
 
 @dataclass
-class SimTask:
-    """A task that a leader holds."""
+class Planes:
+    """Where the members of a group mark a formation as aborted, in memory that all of them see."""
 
-    header: TaskHeader
-    attempt: int
-    length: int
-    tokens: list[int]
-    digest: int = 0
-    blocks: list[int] = field(default_factory=list)
-    ahead: int = 0
-    """Steps that were sent for it and are not complete."""
-    computed: int = 0
-    """Tokens that have KV, once all steps ahead are complete."""
-    is_checked: bool = True
-    """Its KV was made, or found to be there, since its group was formed."""
+    marks: dict[Rank, int]
+
+
+class SimCommunicators(FakeCommunicators):
+    """See `EngineCommunicators`; marks are shared on CPU, and each process' own elsewhere."""
+
+    def __init__(self, process: "SimRank", memory: "RankMemory", *, is_shared: bool) -> None:
+        self.closed: tuple[tuple[Rank, ...], ...] = ()
+        self._process = process
+        self._memory = memory
+        self._is_shared = is_shared
+        self._own = Formations()
+
+    def is_aborted(self, ranks: tuple[Rank, ...], formation: int) -> bool:
+        """See `EngineCommunicators`, as all that follows."""
+        if len(ranks) == 1:
+            return False
+        is_marked = self._is_shared and formation in self._memory.marks_of(ranks).values()
+        return is_marked or self._own.is_aborted(formation)
+
+    def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
+        self._own.abort(formation)
+        if self._is_shared and len(ranks) > 1:
+            self._memory.marks_of(ranks)[self._process.rank] = formation
+
+    def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
+        """See `watchdog.Communicators`; it fails where nothing can end a collective."""
+        process = self._process
+        if self._is_shared or not is_wanted():
+            return
+        if ranks not in self.closed:
+            self.closed = (*self.closed, ranks)
+            process.world.stats.closed += 1
+        if process.world.faults.drains:
+            process.engine.unblock(ranks)
+
+
+class SimProbe(FakeProbe):
+    """The probe of the numerical guard; `Drift` says what it finds."""
+
+    def __init__(self, engine: "SimEngine") -> None:
+        super().__init__()
+        self._engine = engine
+
+    def run(self, execute: Callable[[Any], Any], mode: StepMode) -> tuple[float, ...]:
+        """See `EngineProbe`."""
+        plan = SimPlan((), frozenset(), 0, mode)
+        process = self._engine.process
+        result = execute(self._engine.stamped(plan))
+        if isinstance(result, LaunchedStep):
+            result.get_output()
+        assert self._engine.selected is not None
+        is_wrong = process.world.drift.is_wrong(process.world, self._engine.selected.ranks)
+        return WRONG_PROBE if is_wrong else PROBE
+
+
+class DeviceStep(LaunchedStep):
+    """A step, or a meeting, that a device has been given."""
+
+    def __init__(
+        self, engine: "SimEngine", step: "OpenStep", compute: Callable[[], dict[str, int]]
+    ) -> None:
+        super().__init__(engine, compute)
+        self.step = step
+        self._process = engine.process
+        self.barriers: list[Copy] = list(engine.barriers)
+
+    def get_output(self) -> dict[str, int]:
+        """Wait for its tokens."""
+        if not self.is_over:
+            self._process.host.wait(lambda: self.is_over)
+        return self._tokens
+
+    def void(self) -> None:
+        """Let it be over without having computed anything."""
+        self._tokens = dict.fromkeys((part.name for part in self.step.plan.parts), VOID)
+        self.is_over = True
+
+
+@dataclass
+class SimMode(FakeMode):
+    """See `EngineMode`."""
 
     def __post_init__(self) -> None:
-        for token in self.tokens:
-            self.digest = digest(self.digest, token)
+        super().__post_init__()
+        kv = self.engine.kv
+        heads = kv.geometry.heads_per_rank(self.width)
+        first = self.ranks.index(self.engine.spec.rank) * heads
+        self._heads = np.arange(first, first + heads)
+        self._rows = kv.units(kv.geometry.slots_per_page(self.width))
+        self._checked: set[int] = set()
+        """Stays whose KV was found or made since the width was selected."""
 
     @property
-    def wants_step(self) -> bool:
-        return len(self.tokens) + self.ahead < self.length
+    def _sim(self) -> "SimEngine":
+        assert isinstance(self.engine, SimEngine)
+        return self.engine
 
-    @property
-    def blocks_wanted(self) -> int:
-        tokens = self.header.prompt_tokens + len(self.tokens) + self.ahead + 1
-        return -(-tokens // BLOCK_TOKENS)
+    def plan_step(self, group: Group, settle: Callable[[], None]) -> FakePlan:
+        plan = super().plan_step(group, settle)
+        assert isinstance(plan, SimPlan)
+        return self._sim.stamped(plan)
+
+    def select(self) -> None:
+        """Trust no KV that was found before."""
+        self._checked.clear()
+
+    def execute(self, plan: FakePlan) -> Any:
+        engine = self._sim
+        if engine.is_synchronous:
+            return self.ready(plan)()
+        engine.raise_if_without_room()
+        self._check_selected()
+        slots = self._slots(plan)  # Those of now: it is computed later.
+        step = engine.process.world.steps.begin(engine.process, plan)
+        launched = DeviceStep(engine, step, lambda: self._compute(plan, slots))
+        engine.launch(launched)
+        return launched
+
+    def ready(self, plan: FakePlan) -> Callable[[], dict[str, int]]:
+        engine, slots = self._sim, self._slots(plan)
+        step = engine.process.world.steps.begin(engine.process, plan)
+        formation = engine.formation
+
+        def run() -> dict[str, int]:
+            self._check_selected()
+            assert engine.formation == formation, "a deferred step of another formation."
+            engine.raise_if_without_room()
+            engine.meet_in(step)
+            return self._compute(plan, slots)
+
+        return run
+
+    def _compute(self, plan: FakePlan, slots: list[list[int]]) -> dict[str, int]:
+        """Read the context of each task, and write its new tokens."""
+        assert isinstance(plan, SimPlan) and plan.step is not None
+        self.computed += 1
+        self.known -= plan.ended
+        checked = self._checked
+        for part, at in zip(plan.parts, slots, strict=True):
+            stay, start, end = plan.stays[part.name], part.start, part.start + part.count
+            first = start // BLOCK_TOKENS
+            self._find(at, stay, first if stay in checked else 0, -(-start // BLOCK_TOKENS), start)
+            last = -(-end // BLOCK_TOKENS)
+            self._rows[at[first:last]] = words_of(stay, first, last, end, self._heads)
+            checked.add(stay)
+            self.known.add(part.name)
+        return plan.step.tokens
+
+    def _find(self, slots: list[int], stay: int, first: int, last: int, tokens: int) -> None:
+        if first == last:
+            return
+        found = self._rows[slots[first:last]]
+        wanted = words_of(stay, first, last, tokens, self._heads)
+        if not (found == wanted).all():
+            rank = self._sim.process.rank
+            raise Violation(
+                f"rank {rank} has {found.tolist()} in {self.ranks}, not {wanted.tolist()}"
+            )
 
 
-class SimEngine:
-    """The tasks of a bound group; the pages behind `blocks` are the rank's business."""
+class SimEngine(FakeEngine):
+    """See `Engine`."""
 
-    def __init__(self, binding: Binding, indices: frozenset[int]) -> None:
-        self.binding = binding
-        self.slots = slots_of(binding.group.width)
-        self.table = indices
-        self.blocks_total = len(indices) * self.slots
-        self.free = {index * self.slots + slot for index in indices for slot in range(self.slots)}
-        self.tasks: dict[TaskId, SimTask] = {}
-        self.in_flight: deque[Step] = deque()
+    selected: SimMode | None
 
-    @property
-    def running(self) -> int:
-        """How many tasks have blocks; the others wait for theirs."""
-        return sum(bool(task.blocks) for task in self.tasks.values())
+    def __init__(
+        self, process: "SimRank", memory: "RankMemory", spec: RankSpec, *, on_device: bool
+    ) -> None:
+        """`on_device`: steps run on a device beside the process."""
+        self.process = process
+        self._memory = memory
+        self.lacks_room = False
+        """Whether the next step finds no room on the device."""
+        self.copies: list[Copy] = []
+        """Those that are in flight."""
+        self.barriers: list[Copy] = []
+        """Copies that whatever is launched from now on waits for."""
+        super().__init__(memory, spec)
+        self.is_synchronous = self.holds_steps = not on_device
+        self.intake: SimIntake = SimIntake()
+        self.mover: SimMover = SimMover(process)
+        self.probe: SimProbe = SimProbe(self)
+        self.communicators: SimCommunicators = SimCommunicators(
+            process, memory, is_shared=not on_device
+        )
 
-    def resume(self, task: SimTask) -> bool:
-        """Go on with a paused task, if all its blocks are still leased."""
-        if not self.free.issuperset(task.blocks):
-            return False
-        self.free.difference_update(task.blocks)
-        task.is_checked = False
-        self.tasks[task.header.task] = task
-        return True
+    def _mode(self, width: int) -> SimMode:
+        first = self.spec.rank // width * width
+        ranks = tuple(map(Rank, range(first, first + width)))
+        slots = self.kv.geometry.slots_per_page(width)
+        scheduler = None
+        if ranks[0] == self.spec.rank:
+            scheduler = SimScheduler(slots, BLOCK_TOKENS, MAX_TASKS, STEP_TOKENS)
+            scheduler.stays = self.process.world.stays
+        table = SlotTable(self.kv.num_pages, slots) if width > 1 else None
+        curve: dict[StepMode, StepCurve] = {
+            Mode.DP if width == 1 else Mode.TP: StepCurve(((1, STEP_US),))
+        }
+        queue: FakeQueue = SimQueue(self.process, self._memory.queue(ranks)) if width > 1 else NONE
+        return SimMode(self, ranks, scheduler, table, queue, StepTimes(width, curve))
 
-    def remove(self, task_id: TaskId) -> SimTask | None:
-        """Forget a task and free its blocks."""
-        task = self.tasks.pop(task_id, None)
-        if task is not None:
-            self._release(task)
-        return task
+    def facts(self) -> EngineFacts:
+        """See `Engine`, as all that follows."""
+        return replace(
+            super().facts(),
+            device="sim",
+            max_tasks=MAX_TASKS,
+            max_model_len_tokens=STEP_TOKENS,
+            tokens_per_step_max=STEP_TOKENS,
+            step_times=(),
+        )
 
-    def plan(self) -> Step | None:
-        """Schedule a step; a task without a block takes them from the youngest, or waits."""
-        batch: list[tuple[TaskId, int, int]] = []
-        found: Places = ()
-        made: Places = ()
-        for task in list(self.tasks.values()):
-            if task.wants_step and self._grow(task):
-                name, before = task.header.task, task.computed
-                task.computed = task.header.prompt_tokens + len(task.tokens) + task.ahead
-                task.ahead += 1
-                batch.append((name, task.attempt, before))
-                if not task.is_checked:
-                    found += marks(name, task.blocks, before)
-                made += marks(name, task.blocks, task.computed, before)
-                task.is_checked = True
-        return Step(self.binding, self.table, tuple(batch), found, made) if batch else None
+    def select(self, width: int, formation: int = 0) -> SimMode:
+        mode = super().select(width, formation)
+        assert isinstance(mode, SimMode)
+        mode.select()
+        return mode
 
-    def give_up(self, step: Step) -> None:
-        """A planned step will not be executed."""
-        computed = {task: before for task, _, before in step.batch}
-        for task in self._of(step):
-            task.ahead -= 1
-            task.computed = min(task.computed, computed[task.header.task])
+    def mark(self) -> Callable[[], None]:
+        if self.is_synchronous:
+            return lambda: None
+        given = list(self.copies)
+        return lambda: self.barriers.extend(given)
 
-    def drop_steps(self) -> None:
-        """None of those that are under way will be completed."""
-        while self.in_flight:
-            self.give_up(self.in_flight.popleft())
+    def meet(self, width: int) -> None:
+        ranks = self.of_width(width).ranks
+        step = self.process.world.steps.meeting(self.process, ranks, self.formation)
+        if self.is_synchronous:
+            self.meet_in(step)
+        else:
+            self.launch(DeviceStep(self, step, dict))
 
-    def complete(self, step: Step, draw: int) -> list[Token]:
-        """Draw a token for every task of a completed step; finished tasks are removed."""
-        tokens: list[Token] = []
-        for task in self._of(step):
-            task.ahead -= 1
-            check(task.ahead >= 0, f"{task.header.task} is further than it was scheduled")
-            token = draw + len(tokens)
-            is_last = len(task.tokens) + 1 == task.length
-            task_id, index = task.header.task, len(task.tokens)
-            tokens.append(Token(task_id, task.attempt, index, task.digest, token, is_last))
-            task.tokens.append(token)
-            task.digest = digest(task.digest, token)
-        return tokens
+    # ------------------------------------------------------------------ steps
 
-    def _of(self, step: Step) -> list[SimTask]:
-        found = [(self.tasks.get(TaskId(name)), attempt) for name, attempt, _ in step.batch]
-        return [task for task, attempt in found if task is not None and task.attempt == attempt]
+    def stamped(self, plan: SimPlan) -> SimPlan:
+        """Note in a plan from which formation it comes, and over which lease."""
+        plan.binding = self.process.participant.binding
+        plan.table = self.table_of()
+        return plan
 
-    def _grow(self, task: SimTask) -> bool:
-        missing = task.blocks_wanted - len(task.blocks)
-        while len(self.free) < missing:
-            victims = [
-                each
-                for each in self.tasks.values()
-                if each is not task and each.blocks and not each.ahead
-            ]
-            if not victims or (task.blocks == [] and len(self.tasks) > 1):
-                return False
-            self._release(victims[-1])
-        task.blocks += [self.free.pop() for _ in range(missing)]
-        return True
+    def table_of(self) -> frozenset[int]:
+        """Return the lease indices of the selected group; none in dp."""
+        assert self.selected is not None
+        ranks = self.selected.ranks
+        if len(ranks) == 1:
+            return frozenset()
+        return frozenset(self.pages.lease_indices(ranks).tolist())
 
-    def _release(self, task: SimTask) -> None:
-        self.free.update(task.blocks)
-        task.blocks = []
-        task.computed = 0
+    def raise_if_without_room(self) -> None:
+        """Raise, once, if the simulation wants a step to find no room."""
+        if self.lacks_room:
+            self.lacks_room = False
+            self.process.world.stats.without_room += 1
+            self.process.had_no_room_in.add(self.formation)
+            raise NoRoomError("the simulation says so.")
+
+    def meet_in(self, step: "OpenStep") -> None:
+        """Wait in a collective until all members are there."""
+        rank, ranks = self.process.rank, step.ranks
+        step.arrive(rank)
+
+        def is_lost() -> bool:
+            return self.communicators.is_aborted(ranks, step.formation)
+
+        if not (step.is_complete or is_lost()):
+            host = self.process.host
+            host.wait(lambda: step.is_complete or is_lost() or self.lacks_room)
+        if step.is_complete:
+            return
+        step.leave(rank)
+        self.raise_if_without_room()
+        raise PeerLostError(step.formation)
+
+    # ------------------------------------------------------------------ the device
+
+    def launch(self, step: DeviceStep) -> None:
+        """Give the device a step, or a meeting."""
+        self.launched.append(step)
+        self.run_device()
+
+    def run_device(self) -> bool:
+        """Let the device go on; return whether anything was over."""
+        has_run = False
+        while self.launched:
+            first: Any = self.launched[0]
+            if not all(each.is_over for each in first.barriers):
+                break
+            first.step.arrive(self.process.rank)
+            if not first.step.is_complete:
+                break
+            self.launched.popleft()
+            first.run()
+            has_run = True
+        return has_run
+
+    def unblock(self, ranks: tuple[Rank, ...]) -> None:
+        """Let what the device has of a group be over."""
+        for each in self.launched:
+            assert isinstance(each, DeviceStep)
+            if each.step.ranks == ranks:
+                each.void()
+        self.launched = deque(each for each in self.launched if not each.is_over)
+
+
+NONE: Any = None
+"""In place of the queue that a group of one rank lacks."""
+
+
+def spec_of(
+    rank: Rank,
+    ranks: Iterable[Rank],
+    widths: tuple[int, ...],
+    cohort: int,
+    together: Mapping[Rank, int],
+    *,
+    joins: bool,
+    shares_memory: bool,
+) -> RankSpec:
+    """Return what a simulated rank is started with."""
+    cell = sorted(ranks)
+    memory: Any = object() if shares_memory else None
+    return RankSpec(
+        rank,
+        cell[0],
+        len(cell),
+        widths,
+        widths[-1],
+        "",
+        1,
+        cohort=cohort,
+        together=dict(together),
+        memory=memory,
+        joins=joins,
+    )

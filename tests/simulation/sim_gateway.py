@@ -19,6 +19,7 @@ from coordinator.protocol.messages.gateway import (
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
+from tests.harness.worker.fake_scheduler import fake_payload
 from tests.simulation.checkers import Stream, check
 from tests.simulation.network import Session
 
@@ -59,6 +60,11 @@ class ClientTask:
     held: dict[int, Token] = field(default_factory=dict)
 
 
+def prompt_of(header: TaskHeader) -> list[int]:
+    """Return the prompt of a request."""
+    return list(range(header.prompt_tokens))
+
+
 class SimGateway:
     """Submits tasks, cancels some, reconnects, and never trusts what it is sent."""
 
@@ -89,7 +95,7 @@ class SimGateway:
         )
         stream = Stream(header.task, length)
         self.streams.append(stream)
-        task = ClientTask(header, bytes([length]), stream)
+        task = ClientTask(header, fake_payload(header.task, prompt_of(header), length), stream)
         self.open[header.task] = task
         self._say(self._submission(task))
 
@@ -135,6 +141,7 @@ class SimGateway:
 
     def on_tokens(self, tokens: tuple[Token, ...]) -> None:
         for token in tokens:
+            check(token.token >= 0, f"{token.task}: a token of a step that never ended")
             self._on_token(token)
 
     def _on_token(self, token: Token) -> None:

@@ -28,6 +28,10 @@ class Stats:
     """Steps of wide groups whose members were started again together."""
     rejoined: int = 0
     """Members of steps of wide groups that were started while the others lived."""
+    given_up: int = 0
+    """Processes that ended because a step or a copy failed that others may rely on."""
+    meetings: int = 0
+    """Members of groups whose first step waited for late copies."""
     moved: int = 0
     """Tasks that went on in another group with their KV."""
     failed_moves: int = 0
@@ -48,8 +52,6 @@ class Stats:
     drifts: int = 0
     left_out: int = 0
     """Ranks that are in no layout at the end, because they compute wrongly."""
-    planned: int = 0
-    """Tasks that the real planner was asked to move."""
     restored: int = 0
     """Switches back to what was wanted before a loss."""
     renewed: int = 0

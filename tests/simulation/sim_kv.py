@@ -1,0 +1,110 @@
+"""What lies in the pages of a simulated rank, so that KV which is not there is found out.
+
+One word stands for one KV head of one block: which computation made it, for which block of the
+task, and how many of its tokens it covers.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.transfer.move_stats import MoveStats
+from kvadaptor.transfer.rounds import Finish, MoveError, Round
+from tests.harness.worker.fake_engine import FakeKV
+from tests.simulation.fibers import FiberEnded
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_rank import SimRank
+
+KV_HEADS = 8
+"""So many that every width divides them."""
+
+BLOCK_TOKENS = 4
+GEOMETRY = PageGeometry(1, KV_HEADS, 1, 1, 4, BLOCK_TOKENS)
+_BLOCKS, _COUNTS = 64, 8
+
+Words = npt.NDArray[np.int64]
+
+
+class SimKV(FakeKV):
+    """The KV memory of one process."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.geometry = GEOMETRY
+        self.num_pages = num_pages
+        self.words: Words = np.zeros(num_pages * KV_HEADS, dtype=np.int64)
+
+
+def words_of(stay: int, first: int, last: int, tokens: int, heads: Words) -> Words:
+    """Return (blocks, heads): what blocks of a task hold when its first `tokens` have KV.
+
+    Block `last` is the first that is left out.
+    """
+    if last - first == 1:
+        count = min(BLOCK_TOKENS, tokens - first * BLOCK_TOKENS)
+        of_one: Words = ((stay * _BLOCKS + first) * _COUNTS + count) * KV_HEADS + heads
+        return of_one[None]
+    numbers = np.arange(first, last)
+    counts = np.minimum(BLOCK_TOKENS, tokens - numbers * BLOCK_TOKENS)
+    words: Words = (((stay * _BLOCKS + numbers) * _COUNTS + counts) * KV_HEADS)[:, None] + heads
+    return words
+
+
+class Copy:
+    """Copies that a device has been given."""
+
+    is_over = False
+
+
+class SimMover:
+    """Copies between the memories of a cell: at once, or when it is asked whether they are over."""
+
+    is_one_sided = True
+
+    def __init__(self, process: "SimRank") -> None:
+        self._process = process
+
+    def start(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> Finish:
+        """See `EngineMover`."""
+        process, world = self._process, self._process.world
+        if process.host.fiber.is_ending:
+            raise FiberEnded
+        if world.rng.random() < world.faults.move_fails:
+            raise MoveError("the simulation says so")
+        own = process.engine.spec.rank - process.engine.spec.first
+        sources = copies.get(own, {})
+        copy = Copy()
+        process.engine.copies.append(copy)
+        moved = [0, 0]
+
+        def run() -> None:
+            target = process.engine.kv.units(units)
+            rows = [
+                process.memory_of(source).units(units)[src] for source, (src, _) in sources.items()
+            ]
+            # All is read before anything is written, as from the pages of a round.
+            for row, (source, (_, dst)) in zip(rows, sources.items(), strict=True):
+                target[dst] = row
+                moved[source == own] += row.nbytes
+            copy.is_over = True
+
+        launched()
+        if process.engine.is_synchronous:
+            for _ in range(world.rng.randint(0, 2)):
+                process.host.sleep(0.0)
+            run()
+        elif world.rng.random() < 0.5:
+            run()
+
+        def finish() -> MoveStats:
+            if not copy.is_over:
+                run()
+            process.engine.copies.remove(copy)
+            return MoveStats(moved[0], moved[1], 0.0)
+
+        return finish
