@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,23 +86,32 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
             "vocab_size.",
         )
     device = device_of(given, kind, memory, ranks)
-    cells = []
-    for division in _divisions(options, facts, ranks):
+
+    def refusal_of(division: Division) -> str:
         holding = Holding(division.widths[-1], division.parts, division.borrow)
-        refused = next(refusals(config, given, kind, division.widths, holding), "")
-        cells.append(plan_cell(facts, device, division, refused))
-    found = ModelPlan(options.model, facts, device, ranks, tuple(cells))
-    return replace(found, cells=tuple(with_advice(found)))
+        return next(refusals(config, given, kind, division.widths, holding), "")
+
+    cells = tuple(
+        plan_cell(facts, device, division, refusal_of(division))
+        for division in _divisions(options, facts, ranks)
+    )
+    found = ModelPlan(options.model, facts, device, ranks, cells)
+    return replace(found, cells=tuple(with_advice(found, refusal_of)))
 
 
-def with_advice(plan: ModelPlan) -> Iterator[CellPlan]:
+def with_advice(plan: ModelPlan, refusal_of: Callable[[Division], str]) -> Iterator[CellPlan]:
     """Yield the cells, with what to change for those that do not start."""
     fitting = next((cell for cell in plan.cells if cell.fits), None)
     for cell in plan.cells:
-        yield cell if cell.fits else replace(cell, advice=_advice(plan, cell, fitting))
+        yield cell if cell.fits else replace(cell, advice=_advice(plan, cell, fitting, refusal_of))
 
 
-def _advice(plan: ModelPlan, cell: CellPlan, fitting: CellPlan | None) -> str:
+def _advice(
+    plan: ModelPlan,
+    cell: CellPlan,
+    fitting: CellPlan | None,
+    refusal_of: Callable[[Division], str],
+) -> str:
     length = longest_length(plan.facts, cell)
     found = []
     if length >= SHORTEST_LENGTH and length < plan.facts.length:
@@ -111,7 +120,7 @@ def _advice(plan: ModelPlan, cell: CellPlan, fitting: CellPlan | None) -> str:
         other = fitting.division
         found.append(f"use {other.name}" if other.parts > 1 else "let ranks hold all weights")
     if not found and plan.device.kind == "cuda":
-        more = fewest_gpus(plan.facts, plan.device, RANKS_MAX)
+        more = fewest_gpus(plan.facts, plan.device, RANKS_MAX, refusal_of)
         if more is not None and more.division.ranks > plan.ranks:
             how = "" if more.division.parts == 1 else f" with {more.division.name}"
             found.append(f"use {more.division.ranks} such GPUs{how}")

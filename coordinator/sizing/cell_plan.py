@@ -5,7 +5,7 @@ differ in how many tokens of KV a group has together. So there is one `CellPlan`
 hold the weights, with a `LayoutPlan` for each layout. Pure. Sizes are in bytes, lengths in tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Layout, Mode, format_layout, parse_layout
@@ -181,15 +181,21 @@ def longest_length(facts: ModelFacts, plan: CellPlan) -> int:
     return max(0, plan.pages - 1) * facts.geometry.page_tokens(width)
 
 
-def fewest_gpus(facts: ModelFacts, device: Device, most: int) -> CellPlan | None:
+def fewest_gpus(
+    facts: ModelFacts,
+    device: Device,
+    most: int,
+    refusal_of: Callable[[Division], str] = lambda _: "",
+) -> CellPlan | None:
     """Return the first cell that starts of 1, 2, 4 … `most` GPUs, its weights divided least.
 
-    Widths that heads or experts do not allow are left out.
+    Widths that heads or experts do not allow are left out; `refusal_of` says why the model cannot
+    be served in a division, or nothing.
     """
     ranks = 1
     while ranks <= most:
         for each in divisions(facts.size, ranks):
-            plan = plan_cell(facts, device, each)
+            plan = plan_cell(facts, device, each, refusal_of(each))
             if plan.fits:
                 return plan
         ranks *= 2
