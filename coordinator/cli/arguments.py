@@ -173,31 +173,7 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         metavar="sp2tp2",
         help="mixed groups to prepare, separated by commas; default: those of --layout",
     )
-    add(
-        "--weight-parts",
-        type=int,
-        metavar="N",
-        help="parts of the weights, of which each rank holds one; default: 1",
-    )
-    add(
-        "--borrow",
-        choices=("none", "ffn", "all"),
-        help="layers that are in parts, which ranks read from each other; with none only the "
-        "widest groups serve; default: ffn",
-    )
-    add(
-        "--whole-layers",
-        type=_whole_layers,
-        metavar="N|auto|N,N,…",
-        help="layers that every rank holds whole, for faster small steps; or one number for each "
-        "rank; default: 0",
-    )
-    add(
-        "--host-kv",
-        type=float,
-        metavar="GIB",
-        help="host memory for KV pages that all ranks share; CPU ranks only; default: 0",
-    )
+    _add_memory_options(parser)
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add(
         "--step-times",
@@ -228,6 +204,35 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
         help="show one line for each request; without it they are only in gateway.log",
     )
     _add_log_options(parser)
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--weight-parts",
+        type=int,
+        metavar="N",
+        help="parts of the weights, of which each rank holds one; default: 1",
+    )
+    add(
+        "--borrow",
+        choices=("none", "ffn", "all"),
+        help="layers that are in parts, which ranks read from each other; with none only the "
+        "widest groups serve; default: ffn",
+    )
+    add(
+        "--whole-layers",
+        type=_whole_layers,
+        metavar="N|auto|N,N,…",
+        help="layers that every rank holds whole, for faster small steps; or one number for each "
+        "rank; default: 0",
+    )
+    add(
+        "--host-kv",
+        type=float,
+        metavar="GIB",
+        help="host memory for KV pages that all ranks share; CPU ranks only; default: 0",
+    )
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ def test_every_fault_is_found_in_one_run(file: Path, capsys: pytest.CaptureFixtu
         20: ["fleet.redis must be a redis:// URL, or empty."],
         24: ["unknown setting slo.sizes.0.interactve; did you mean slo.sizes.0.interactive?"],
         25: ["unknown setting rate_limit_storage; did you mean gateway.rate_limit_storage?"],
-        26: ["unknown setting logg."],
+        26: ["unknown setting logg; did you mean log?"],
         27: ["policy must have settings below it."],
     }
     assert {line: found[line] for line in wanted} == wanted
