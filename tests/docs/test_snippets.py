@@ -31,12 +31,13 @@ PAGES = [
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh")
-FREE_TEXT = ("text", "mermaid")
-"""Figures, and forms of command lines, which the generator of their page takes from the parsers."""
+FREE_TEXT = ("text", "mermaid", "console")
+"""Figures, forms of command lines, which their page takes from the parsers, and commands with output,
+which tests of their pages run."""
 BLOCKS_MIN, COMMANDS_MIN = 45, 60
 OTHERS = {
     *("apt-get", "cd", "cosign", "curl", "docker", "export", "gh", "git", "helm", "kubectl"),
-    *("pip", "pip-audit", "python3", "sqlite3", "tar", "uv", "vllm"),
+    *("pip", "pip-audit", "python3", "sqlite3", "tar", "unzip", "uv", "vllm"),
 }
 """Programs that are not ours: their lines are parsed by a shell, and their paths looked up."""
 
