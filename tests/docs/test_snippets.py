@@ -32,8 +32,8 @@ PAGES = [
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh")
 FREE_TEXT = ("text", "mermaid", "console")
-"""Figures, forms of command lines, which their page takes from the parsers, and commands with output,
-which tests of their pages run."""
+"""Figures, forms of command lines, which their page takes from the parsers, and commands with
+output, which tests of their pages run."""
 BLOCKS_MIN, COMMANDS_MIN = 45, 60
 OTHERS = {
     *("apt-get", "cd", "cosign", "curl", "docker", "export", "gh", "git", "helm", "kubectl"),
