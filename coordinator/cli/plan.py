@@ -25,6 +25,7 @@ from coordinator.sizing.cell_plan import (
     plan_cell,
 )
 from coordinator.sizing.model_facts import Device, ModelFacts, device_of, facts_of
+from kvadaptor.host.layout import HostMemoryError, layout_of
 
 GIB = 2**30
 RANKS_MAX = 64
@@ -47,6 +48,8 @@ class ModelPlan:
     device: Device
     ranks: int
     cells: tuple[CellPlan, ...]
+    host_tokens: int | None = None
+    """Tokens of KV in host memory; None if no host memory is asked for."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -95,8 +98,21 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
         plan_cell(facts, device, division, refusal_of(division))
         for division in _divisions(options, facts, ranks)
     )
-    found = ModelPlan(options.model, facts, device, ranks, cells)
+    found = ModelPlan(
+        options.model, facts, device, ranks, cells, _host_tokens(options.host_kv, facts, ranks)
+    )
     return replace(found, cells=tuple(with_advice(found, refusal_of)))
+
+
+def _host_tokens(gib: float | None, facts: ModelFacts, ranks: int) -> int | None:
+    """Return the tokens of KV that this much host memory holds; raises `CliError` if it is none."""
+    if gib is None:
+        return None
+    try:
+        layout = layout_of(int(gib * GIB), ranks, facts.geometry.page_bytes)
+    except HostMemoryError as error:
+        raise CliError(f"--host-kv {gib:g}: {error}", USAGE_STATUS) from error
+    return layout.pages * facts.block_tokens
 
 
 def with_advice(plan: ModelPlan, refusal_of: Callable[[Division], str]) -> Iterator[CellPlan]:
@@ -215,6 +231,7 @@ def as_json(plan: ModelPlan) -> dict[str, Any]:
         "tokens_per_step": plan.facts.limits.tokens,
         "tasks": plan.facts.limits.tasks,
         "kv_bytes_per_token": plan.facts.geometry.page_bytes // plan.facts.block_tokens,
+        "host_kv_tokens": plan.host_tokens,
         "cells": [_cell_json(cell) for cell in plan.cells],
     }
 
@@ -302,6 +319,10 @@ def _lines(plan: ModelPlan) -> Iterator[str]:
         yield "KV tokens by layout:"
         headers = ("ranks hold", "layout", "widest group", "cell", "longest request")
         yield format_table(headers, layouts)
+    if plan.host_tokens is not None:
+        where = "" if plan.device.kind == "cpu" else "; only CPU ranks keep KV there so far"
+        yield ""
+        yield f"Host memory holds {plan.host_tokens:,} tokens of KV for all ranks{where}."
 
 
 def _alike(cell: CellPlan) -> Iterator[tuple[str, LayoutPlan]]:

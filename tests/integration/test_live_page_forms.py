@@ -211,7 +211,7 @@ async def test_everything_has_a_name_and_a_role(tmp_path: Path) -> None:
             in charts
         )
         assert "Why this layout" in named["region"]
-        assert "Where the weights are" in named["region"]
+        assert "Where weights and host KV are" in named["region"]
 
 
 async def test_the_keyboard_reaches_all_in_order(tmp_path: Path) -> None:
@@ -286,6 +286,11 @@ async def test_weights_and_reasons_are_shown(world: int, parts: int, tmp_path: P
         lines = await page.evaluate(
             "[...document.getElementById('parts').children].map(e => e.textContent)"
         )
+        if parts > 1:
+            host = lines.pop()
+            assert host.startswith("host memory: ")
+            for count in (12_345 * world, 98_765 * world, 1_234_567 * world):
+                assert str(count) in "".join(char for char in host if char.isalnum() or char == " ")
         assert len(lines) == parts
         if parts == 1:
             assert lines == ["ranks 0–3: all weights"]

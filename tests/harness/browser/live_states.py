@@ -68,6 +68,9 @@ def _rank(rank: int, parts: int) -> dict[str, Any]:
         "lease_left_ms": 9_876,
         "restarts": 12,
         "pages": {"free": 1_234_567, "total": 12_345_678},
+        "gauges": {"host_pages": 98_765, "host_pages_used": 12_345, "host_hits": 1_234_567}
+        if parts > 1
+        else {},
         "weights": {
             "part": rank % 4 * parts // 4,
             "parts": parts,

@@ -80,6 +80,16 @@ def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str]) -> None
             assert layout["cell_tokens"] == sum(layout["group_tokens"])
 
 
+def test_host_memory_holds_tokens_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    base = (QWEN, "--gpus", "2", "--memory", "80")
+    assert planned(capsys, *base)["host_kv_tokens"] is None
+    tokens = planned(capsys, *base, "--host-kv", "64")["host_kv_tokens"]
+    assert tokens == pytest.approx(64 * 2**30 / (256 * 1024), rel=0.001)
+    assert main(["plan", *base, "--host-kv", "64"]) == 0
+    assert f"{tokens:,} tokens of KV for all ranks; only CPU ranks" in capsys.readouterr().out
+    assert "give at least" in refusal(capsys, *base, "--host-kv", "0.001")
+
+
 def test_options_change_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     base = (QWEN, "--gpus", "2", "--memory", "80", "--weight-parts", "1")
     (usual,) = planned(capsys, *base)["cells"]
