@@ -31,6 +31,11 @@ _QUANTIZATIONS = ("quantization_config", "compression_config")
 """Where config.json describes quantized weights."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 _EXPERTS = ("num_experts", "num_local_experts")
+_SHARED_EXPERTS = (
+    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("n_shared_experts", "num_shared_experts", "intermediate_size_mlp"),
+)
+"""Fields of config.json that tell of an expert beside the chosen ones, which every token uses."""
 _LAYER_TYPES = ("layer_types", "layers_block_type")
 _RECURRENT = ("mamba_", "ssm_", "linear_attn_", "linear_num_", "lightning_", "state_size", "conv_L")
 """How the fields of config.json begin that describe layers with a recurrent state."""
@@ -61,6 +66,12 @@ ALIBI = refusal(
 )
 LATENT_ATTENTION = refusal(
     "latent attention, whose KV has no heads to split,", "serve a model with plain attention"
+)
+
+
+BORROWED_SHARED_EXPERTS = refusal(
+    "shared experts that ranks borrow, which vLLM may compute before or after the others,",
+    "use --borrow none, or leave out --weight-parts",
 )
 
 
@@ -158,6 +169,9 @@ def refusals(
     holding = holding or Holding(widest=max(widths, default=1))
     yield from _quantization_refusals(config, options, device, holding)
     yield from _width_refusals(config, widths)
+    borrows = holding.parts > 1 and holding.borrow != "none"
+    if borrows and any(config.get(name) for name in _SHARED_EXPERTS):
+        yield BORROWED_SHARED_EXPERTS
 
 
 def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
