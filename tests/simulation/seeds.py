@@ -25,12 +25,12 @@ class Long:
 
 
 LONG = {
-    "narrow": Long(NARROW, range(100, 1_010)),
+    "narrow": Long(NARROW, range(100, 695)),
     "wide": Long(WIDE, range(60, 116)),
     "parts": Long(PARTS, range(50, 176)),
     "borrow": Long(BORROW, range(25, 109)),
 }
-"""A seventh of each: 130 at 0.23 s, 8 at 0.3 s, 18 and 12 at 0.3 s of a core are some 41 s."""
+"""A seventh of each: 85 at 0.23 s, 8 at 0.3 s, 18 and 12 at 0.3 s of a core are some 31 s."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ CLOCK_START_MS = 100_000
 IDLE_TICKS = 5
 """A wait in which nothing happens may take as long as this: hosts are never on time."""
 
-COPY_TICKS_MAX = 3
+COPY_TICKS = 0, 1, 3, 12
+"""How long copies on a device take; the longest outlast a commit."""
 
 
 class SimHost:
@@ -85,7 +86,7 @@ class SimCopyThread(Executor):
         is_start = bool(args)
         world = self._process.world
         last = self._calls[-1][0] if self._calls else 0
-        due = max(last, world.now + world.rng.randint(0, COPY_TICKS_MAX))
+        due = max(last, world.now + world.rng.choice(COPY_TICKS))
         if is_start and not self._calls:
             due = world.now
         self._calls.append((due, future, lambda: fn(*args, **kwargs)))

@@ -203,7 +203,7 @@ class SimRank:
 
     def _watch(self) -> bool:
         """Do what the watchdog does at its polls; return whether it has ended the process."""
-        now_s = self.host.now_ns() * 1e-9
+        now_s, hangs = self.host.now_ns() * 1e-9, bool(self.engine.launched)
         if (lost := self.loss.look(now_s)) is not None:
             self._abort(lost)
         self.progress.look(now_s)
@@ -211,7 +211,7 @@ class SimRank:
             return False
         # A device may hang with a peer that is gone. A loop that waits for a dead peer cannot greet
         # a new coordinator, which would tell of it.
-        if not (self.engine.launched or self.session.awaits_hello or not self.session.is_open):
+        if not (hangs or self.session.awaits_hello or not self.session.is_open):
             raise Violation(f"rank {self.rank} makes no progress: {self.core!r}")
         self.world.say(f"rank {self.rank} is stuck: {self.core!r}")
         self.world.stats.stuck += 1

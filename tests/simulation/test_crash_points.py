@@ -19,7 +19,7 @@ from tests.simulation.mutations import mutated
 from tests.simulation.world import FAILURES
 
 HOWS = (EXIT_SEEN, SILENT, STUCK)
-SHARE = 2
+SHARE = 3
 """One of so many points is tried by default."""
 
 MIXED = Switch("tp4+tp2+dp2", "dp2+tp2+tp4", Carry.RESHARD)
