@@ -45,7 +45,7 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
         "one_way": 50,
         "clock_jumps": 10,
         "slowed": 10,
-        "meetings": 10,
+        "meetings": 4,
         "drifts": 20,
         "left_out": 5,
         "restored": 1,
