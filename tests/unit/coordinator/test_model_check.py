@@ -54,16 +54,6 @@ def test_a_whole_model_is_served(model: Path) -> None:
     check(model, "--dtype", "float32", device="cuda", memory=Memory(80 * 2**30, "a GPU"))
 
 
-def test_shared_experts_are_not_borrowed(model: Path) -> None:
-    parts: dict[str, Any] = {"weight_parts": 2, "layout": "tp2"}
-    change(model, num_experts=4, shared_expert_intermediate_size=64)
-    for borrow in ("ffn", "all"):
-        with pytest.raises(ConfigError, match=r"shared experts that ranks borrow.*--borrow none"):
-            check(model, borrow=borrow, **parts)
-    check(model, borrow="none", **parts)
-    check(model)
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
