@@ -7,6 +7,8 @@ from pathlib import Path
 
 from coordinator.admin.key import AdminKeyError
 from coordinator.process import admin_keys, serve
+from coordinator.protocol.cell_tls import cell_tls_of
+from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
 from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.log_options import add_log_options, with_log_options
@@ -31,6 +33,8 @@ def main() -> int:
     try:
         config = read(options.config)
         token = shared_token()
+        cell_tls_of(config.cell_tls)
+        certificate_of("admin", config.admin.tls_cert_file, config.admin.tls_key_file)
         keys = admin_keys(config.admin.host)
     except (ConfigError, AdminKeyError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
@@ -38,7 +42,7 @@ def main() -> int:
     set_up_logging(config.log)
     try:
         asyncio.run(serve(ConfigFile(options.config, config, read, "coordinator"), token, keys))
-    except ConfigError as error:
+    except (ConfigError, CertificateError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS
     except ListenError as error:

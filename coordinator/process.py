@@ -22,6 +22,7 @@ from coordinator.admin.key import AdminKeys
 from coordinator.core.core import Core
 from coordinator.model.events import CellDrains
 from coordinator.model.settings import core_settings
+from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.config import Config
 from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.tracing import start_tracing
@@ -61,7 +62,7 @@ async def serve(file: ConfigFile, token: str, keys: AdminKeys) -> None:
     core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreActor(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
     usage = UsageHistory(config.usage.tenants_max, config.usage.days)
-    server = CellServer(owner, token, config.cell.ranks, usage)
+    server = CellServer(owner, token, config.cell.ranks, usage, cell_tls_of(config.cell_tls))
     observers = observe(core, owner, server, config)
     reload = ConfigReload(file, owner)
     tracing = start_tracing(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import structlog
 
+from coordinator.protocol.cell_tls import cell_tls_of
+from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
 from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.failure_reason import reason_of
@@ -36,8 +38,10 @@ def main() -> int:
         config = read(options.config)
         file = ConfigFile(options.config, config, read, "gateway")
         token = shared_token()
+        certificate_of("gateway", config.gateway.tls_cert_file, config.gateway.tls_key_file)
+        cell_tls_of(config.cell_tls)
         check_model(config, weights=False, fetch=ask_nobody)
-    except ConfigError as error:
+    except (ConfigError, CertificateError) as error:
         return refuse(error)
     set_up_logging(config.log)
     warn_of_dropped(dropped_names(os.environ))

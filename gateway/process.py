@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,6 +22,7 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.cache_salt import CacheSalts
+from coordinator.protocol.certificate import certificate_of
 from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.gateway_config import GatewayConfig
 from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
@@ -42,6 +43,7 @@ from gateway.http.connection import Connection, ConnectionLimits
 from gateway.http.edge import Edge, EdgeLimits
 from gateway.http.line_call import LineAnswer, LineCall
 from gateway.http.routes import Readiness, add_own_routes, close_other_routes
+from gateway.http.server import Server, renew
 from gateway.http.spans import RequestSpans, TaskSpans
 from gateway.prefork import Announce, PreforkServer
 from gateway.relay.cell_sessions import set_up_fleet
@@ -95,7 +97,8 @@ class Gateway:
         self._spans = RequestSpans(tracing) if tracing is not None else None
         self._listener = listener
         self._print_line = announce
-        self._sockets = Sockets(run_dir, config.gateway.token_listen)
+        ranks_token = token if config.cell_tls.cert_file else ""
+        self._sockets = Sockets(run_dir, config.gateway.token_listen, ranks_token)
         self._meter = RequestMeter(targets_of(config.slo), config.usage.tenants_max)
         self._request_log = RequestLog(config.log, config.served_model_names)
         self._reload = ConfigReload(file, self._meter, self._request_log)
@@ -113,6 +116,9 @@ class Gateway:
         )
         self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
+        self._certificate = certificate_of(
+            "gateway", config.gateway.tls_cert_file, config.gateway.tls_key_file
+        )
         url = config.gateway.rate_limit_storage
         storage = SharedStorage(url, away=self._meter.storage_away)
         self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage)
@@ -167,6 +173,8 @@ class Gateway:
             asyncio.create_task(_forever(self._keys.watch())),
             asyncio.create_task(self._reload.run()),
         ]
+        if self._certificate is not None:
+            work.append(asyncio.create_task(renew(self._certificate)))
         if self._batches is not None:
             desk = self._batches.desk
             work.append(asyncio.create_task(desk.run(self._is_ready, self._publish_batches)))
@@ -221,12 +229,12 @@ class Gateway:
             requests=self._meter.requests(),
         )
 
-    def _serving(self, edge: Edge) -> "_Server":
+    def _serving(self, edge: Edge) -> Server:
         gateway = self._config.gateway
         wanted = max(1, gateway.connections_max // gateway.processes)
         self._connections_max = _connections_max(wanted)
         limits = ConnectionLimits(self._connections_max, gateway.connections_per_address_max)
-        return _Server(
+        return Server(
             self._announce,
             uvicorn.Config(
                 edge,
@@ -240,6 +248,7 @@ class Gateway:
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             ),
+            self._certificate,
         )
 
     def readiness(self) -> Readiness:
@@ -281,7 +290,7 @@ class Gateway:
         host, port = self._listener.getsockname()[:2]
         facts = {
             "event": "gateway_ready",
-            "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            "url": f"{self._config.gateway.scheme}://{f'[{host}]' if ':' in host else host}:{port}",
             "host": host,
             "port": port,
             "token_address": self._sockets.token_address,
@@ -340,23 +349,6 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self._fleet.flush()
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its own signal handlers; reports when it accepts requests."""
-
-    def __init__(self, started: Callable[[], None], config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._on_started = started
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
 
 
 def _edge_limits(config: GatewayConfig) -> EdgeLimits:

@@ -13,7 +13,9 @@ import structlog
 import zmq
 
 from coordinator.protocol import wire
+from coordinator.protocol.token_curve import with_public_key
 from gateway.engine.wire import ENGINE_IDENTITY
+from gateway.token_curve import TokenGuard
 
 BURST_MESSAGES = 64
 """Most messages handled before the loop gets to run other work."""
@@ -65,8 +67,12 @@ class Inbox:
 class Sockets:
     """All ZeroMQ sockets of a gateway: to and from AsyncLLM, and from the leaders."""
 
-    def __init__(self, run_dir: Path, token_listen: str) -> None:
-        """Bind the token socket; raises OSError with a sentence if that is not possible."""
+    def __init__(self, run_dir: Path, token_listen: str, ranks_token: str = "") -> None:
+        """Bind the token socket; raises OSError with a sentence if that is not possible.
+
+        With `ranks_token`, the cell's shared token, the socket encrypts, takes connections of ranks
+        alone, and its address names its public key.
+        """
         self.input_address = _ipc_address(run_dir / "engine-in.sock")
         self.output_address = _ipc_address(run_dir / "engine-out.sock")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,11 +80,14 @@ class Sockets:
         self.tokens.setsockopt(zmq.RCVHWM, TOKEN_PUSHES_MAX)
         # Disconnects a peer that sends a larger message, before it is read.
         self.tokens.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        self._guard = TokenGuard(self._context, ranks_token) if ranks_token else None
+        key = None if self._guard is None else self._guard.protect(self.tokens)
         try:
             self.tokens.bind(token_listen)
         except zmq.ZMQError as error:
             raise OSError(f"gateway.token_listen: cannot bind {token_listen}: {error}.") from error
-        self.token_address = self.tokens.get_string(zmq.LAST_ENDPOINT)
+        address = self.tokens.get_string(zmq.LAST_ENDPOINT)
+        self.token_address = address if key is None else with_public_key(address, key)
         self.requests = self._context.socket(zmq.DEALER)
         self.requests.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
         self.requests.setsockopt(zmq.RCVHWM, 0)
@@ -98,6 +107,8 @@ class Sockets:
 
     def close(self) -> None:
         """Close what is still open."""
+        if self._guard is not None:
+            self._guard.close()
         self._context.destroy(linger=LINGER_MS)
 
 

@@ -6,6 +6,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from coordinator.protocol.cell_tls import cell_tls_of
+from coordinator.protocol.certificate import CertificateError
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.host_memory import check_host_kv
@@ -44,6 +46,7 @@ def main() -> int:
         config = with_sized_goals(with_log_options(load_config(args.config), args))
         if args.command == "serve":
             shared_token()
+            cell_tls_of(config.cell_tls)
         set_up_logging(config.log)
         check_model(config, fetch=ask_nobody)
         check_nccl(config)
@@ -56,7 +59,7 @@ def main() -> int:
             return probe(config) if args.command == "doctor" else Launcher(config).run()
         except EngineConfigError as error:
             raise ConfigError(str(error)) from error
-    except ConfigError as error:
+    except (ConfigError, CertificateError) as error:
         print(f"aileron: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 -- the last line must be a reason, whatever it is

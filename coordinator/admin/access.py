@@ -51,7 +51,8 @@ class AdminGuard:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         is_open = scope["path"] in OPEN_PATHS
-        refusal = None if is_open else self._refusal(headers, _role_for(scope))
+        scheme = scope.get("scheme", "http")
+        refusal = None if is_open else self._refusal(headers, _role_for(scope), scheme)
         scope = {**scope, CALLER_KEY: LOOPBACK_CALLER if self._keys.is_open else KEY_CALLER}
         if refusal is not None and scope["method"] == "POST":
             log.warning("admin_refused", address=_address(scope), status=refusal.status_code)
@@ -60,7 +61,9 @@ class AdminGuard:
             scope = {**scope, "method": "GET"}
         await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, headers: Mapping[bytes, bytes], needed: Role) -> JSONResponse | None:
+    def _refusal(
+        self, headers: Mapping[bytes, bytes], needed: Role, scheme: str
+    ) -> JSONResponse | None:
         if not self._keys.is_open:
             role = self._keys.role_of(headers.get(b"authorization", b"").removeprefix(b"Bearer "))
             if role is None:
@@ -76,7 +79,7 @@ class AdminGuard:
                     f"This needs the role {needed.name.lower()}, and the key has the role "
                     f"{role.name.lower()}: send {needed.variable} as a bearer token.",
                 )
-        elif not _is_own(headers):
+        elif not _is_own(headers, scheme):
             return error_answer(
                 403,
                 "cross_origin",
@@ -105,7 +108,7 @@ def _address(scope: Scope) -> str:
     return client[0] if client else ""
 
 
-def _is_own(headers: Mapping[bytes, bytes]) -> bool:
+def _is_own(headers: Mapping[bytes, bytes], scheme: str) -> bool:
     """Return whether a request without a key comes from this machine's programs or our page.
 
     Our page sends the origin that it asks. A foreign page whose name was made to resolve to this
@@ -116,7 +119,9 @@ def _is_own(headers: Mapping[bytes, bytes]) -> bool:
         return False
     origin = headers.get(b"origin")
     is_cross_site = headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none")
-    return not is_cross_site and (origin is None or origin.decode("latin-1") == f"http://{host}")
+    return not is_cross_site and (
+        origin is None or origin.decode("latin-1") == f"{scheme}://{host}"
+    )
 
 
 def _host_name(host: str) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import time
 from collections.abc import Generator
 from typing import Any
@@ -17,6 +18,12 @@ import uvicorn
 from coordinator.admin.app import AdminContext, build_admin
 from coordinator.admin.key import AdminKeys
 from coordinator.core.core import Core
+from coordinator.protocol.certificate import (
+    CHECK_EVERY_S,
+    CertificateError,
+    ServerCertificate,
+    certificate_of,
+)
 from coordinator.protocol.config import Config
 from coordinator.protocol.terms import Carry
 from coordinator.protocol.version import own_version
@@ -53,6 +60,8 @@ class AdminPort:
         self._metrics = build_metrics(core, server, observers, config)
         reload.on_change = lambda new: self._metrics.show_goals(new.slo)
         self._history = History(server.aggregator.tally)
+        admin = config.admin
+        self._certificate = certificate_of("admin", admin.tls_cert_file, admin.tls_key_file)
         context = AdminContext(
             core=core,
             owner=owner,
@@ -80,20 +89,41 @@ class AdminPort:
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
                 h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+                ssl_context_factory=None if self._certificate is None else self._context,
             )
         )
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer until `stop`."""
-        sampling = asyncio.create_task(self._sample())
+        work = [asyncio.create_task(self._sample())]
+        if self._certificate is not None:
+            work.append(asyncio.create_task(self._renew(self._certificate)))
         try:
             await self._server.serve(sockets=[listener])
         finally:
-            sampling.cancel()
+            for each in work:
+                each.cancel()
 
     def stop(self) -> None:
         """End soon."""
         self._server.should_exit = True
+
+    def _context(self, *_: object) -> ssl.SSLContext:
+        assert self._certificate is not None, "uvicorn calls this only for HTTPS."
+        return self._certificate.context
+
+    async def _renew(self, certificate: ServerCertificate) -> None:
+        """Take the certificate's files again whenever they change."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if not await asyncio.to_thread(certificate.has_changed):
+                continue
+            try:
+                certificate.renew()
+            except CertificateError as error:
+                log.warning("certificate_not_read", reason=str(error))
+            else:
+                log.info("certificate_read")
 
     async def _sample(self) -> None:
         """Take samples for the live page's history."""

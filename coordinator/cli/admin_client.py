@@ -2,12 +2,16 @@
 
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
 
 from coordinator.admin.key import ADMIN_KEY_ENV, VIEWER_KEY_ENV
 from coordinator.cli.errors import CliError
+
+ADMIN_CA_ENV = "AILERON_ADMIN_CA"
+"""Variable with the PEM file of the authority of an https admin port."""
 
 ANSWER_LIMIT_S = 10.0
 SWITCH_LIMIT_S = 180.0
@@ -17,13 +21,19 @@ SWITCH_LIMIT_S = 180.0
 class AdminClient:
     """Talks to one coordinator; the key comes from the environment: an operator's or a viewer's."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca: str | None = None) -> None:
+        """`ca` is a PEM file of the authority that signed the port's certificate.
+
+        Without it the file in `AILERON_ADMIN_CA` counts, else the machine's authorities.
+        """
         self._url = url
         # Of several keys, which are valid together while they rotate, the first.
         words = f"{os.environ.get(ADMIN_KEY_ENV, '')} {os.environ.get(VIEWER_KEY_ENV, '')}".split()
         self._key = words[0] if words else ""
         # No proxy: the admin port is local or inside the cluster.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), *_https(url, ca or os.environ.get(ADMIN_CA_ENV, ""))
+        )
 
     def get(self, path: str) -> dict[str, Any]:
         """Return the answer of GET `path`."""
@@ -47,20 +57,46 @@ class AdminClient:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             raise CliError(_reason(error)) from error
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise CliError(
+                    f"the certificate of {self._url} is not trusted "
+                    f"({error.reason.verify_message}): name its authority with --admin-ca, or a "
+                    "name that it contains in --admin-url."
+                ) from error
+            raise CliError(_nobody(self._url)) from error
         except TimeoutError as error:
             raise CliError(
                 f"{self._url} did not answer within {limit_s:.0f} s: see the coordinator's log."
             ) from error
         except (OSError, ValueError) as error:
-            raise CliError(
-                f"no admin API answers at {self._url}: start `aileron up`, or name the right one "
-                "with --admin-url."
-            ) from error
+            raise CliError(_nobody(self._url)) from error
         if not isinstance(answer, dict):
             raise CliError(
                 f"{self._url} is no aileron admin API: name the right one with --admin-url."
             )
         return answer
+
+
+def _https(url: str, ca: str) -> list[urllib.request.HTTPSHandler]:
+    """Return the handler that an https URL needs, none for http."""
+    if not url.startswith("https:"):
+        return []
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise CliError(
+            f"--admin-ca {ca}: {error.strerror or error}: name a PEM file of the authority of "
+            f"{url}."
+        ) from error
+    return [urllib.request.HTTPSHandler(context=context)]
+
+
+def _nobody(url: str) -> str:
+    return (
+        f"no admin API answers at {url}: start `aileron up`, or name the right one with "
+        "--admin-url."
+    )
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -19,6 +19,7 @@ TIERS = ("interactive", "standard", "batch")
 CARRIES = ("reshard", "pause", "drain", "recompute", "speculate")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "console")
+ADMIN_CA_HELP = "PEM file of the authority of an https admin port; default: $AILERON_ADMIN_CA"
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
 
 
@@ -286,6 +287,7 @@ def _add_operator_commands(commands: "Commands") -> None:
     for each in (status, switch, put_back, renew, explain, reload, usage):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
+        each.add_argument("--admin-ca", metavar="FILE", help=ADMIN_CA_HELP)
     _add_replay(commands)
     _add_key(commands)
     _add_config(commands)

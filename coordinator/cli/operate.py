@@ -37,7 +37,7 @@ SWITCH_COLUMNS = (
 
 def run_status(options: argparse.Namespace) -> int:
     """Show the state of the cell: on a terminal until Ctrl-C, else once."""
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     if sys.stdout.isatty() and not (options.json or options.once):
         from coordinator.cli.watch import watch
 
@@ -67,7 +67,7 @@ def run_status(options: argparse.Namespace) -> int:
 
 def run_switch(options: argparse.Namespace) -> int:
     """Change the layout and show the switch."""
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     body = {"layout": options.layout}
     if options.carry is not None:
         body["carry"] = options.carry
@@ -88,7 +88,7 @@ def run_switch(options: argparse.Namespace) -> int:
 
 def run_put_back(options: argparse.Namespace) -> int:
     """Reinstate a mode that the coordinator quarantined."""
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     answer = client.post("/admin/put-back", {"mode": options.mode})
     if options.json:
         return _print_json(answer)
@@ -98,7 +98,7 @@ def run_put_back(options: argparse.Namespace) -> int:
 
 def run_reload(options: argparse.Namespace) -> int:
     """Let the coordinator read its configuration file again."""
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     answer = client.post("/admin/reload", {})
     if options.json:
         return _print_json(answer)
@@ -108,7 +108,7 @@ def run_reload(options: argparse.Namespace) -> int:
 
 def run_renew(options: argparse.Namespace) -> int:
     """Restart ranks together: all of them, or those of a group while the others serve."""
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     answer = client.post("/admin/renew", {"ranks": options.ranks})
     if options.json:
         return _print_json(answer)
@@ -126,7 +126,7 @@ def run_explain(options: argparse.Namespace) -> int:
         raise CliError(
             f"--last {options.last}: use a number between 1 and {LAST_MAX}.", USAGE_STATUS
         )
-    client = AdminClient(find_admin_url(options.admin_url))
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
     answer = client.get(f"/admin/decisions?last={options.last}")
     if options.json:
         return _print_json(answer)

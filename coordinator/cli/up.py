@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 import time
@@ -29,6 +30,8 @@ from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
+from coordinator.protocol.cell_tls import cell_tls_of
+from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model
@@ -111,9 +114,12 @@ def check_files(config: Config) -> ModelFiles:
     try:
         if config.gateway.keys_file:
             load_keys(Path(config.gateway.keys_file))
+        certificate_of("gateway", config.gateway.tls_cert_file, config.gateway.tls_key_file)
+        certificate_of("admin", config.admin.tls_cert_file, config.admin.tls_key_file)
+        cell_tls_of(config.cell_tls)
         check_nccl(config)
         return check_model(config, memory=memory)
-    except ConfigError as error:
+    except (ConfigError, CertificateError) as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
 
 
@@ -162,7 +168,7 @@ async def _serve(
             f"{config.cell.ranks} {config.cell.device} ranks; logs in {config.run_dir}"
         )
         cell = Cell(_members(config, config_file, screen, visible), screen)
-        ready_url = f"http://{_reachable(config.gateway.host)}:{config.gateway.port}/ready"
+        ready_url = f"{_serving_url(config)}/ready"
 
         def on_serving() -> None:
             screen.loaded()
@@ -246,7 +252,13 @@ async def _answers(url: str) -> bool:
 
 
 def _answers_now(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if url.startswith("https:"):
+        # This asks its own process whether it is up, by an address that its certificate may lack.
+        unverified = ssl.create_default_context()
+        unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+        handlers.append(urllib.request.HTTPSHandler(context=unverified))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(url, timeout=PROBE_LIMIT_S) as response:
             return bool(response.status == 200)
@@ -260,11 +272,16 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _serving_url(config: Config) -> str:
+    gateway = config.gateway
+    return f"{gateway.scheme}://{_reachable(gateway.host)}:{gateway.port}"
+
+
 def _record(config: Config) -> LastRun:
     return LastRun(
         pid=os.getpid(),
-        admin_url=f"http://{_reachable(config.admin.host)}:{config.admin.port}",
-        base_url=f"http://{_reachable(config.gateway.host)}:{config.gateway.port}/v1",
+        admin_url=f"{config.admin.scheme}://{_reachable(config.admin.host)}:{config.admin.port}",
+        base_url=f"{_serving_url(config)}/v1",
         run_dir=config.run_dir,
     )
 

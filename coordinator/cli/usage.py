@@ -24,7 +24,8 @@ def run_usage(options: argparse.Namespace) -> int:
     """Show the usage that the coordinator has counted since its start."""
     given = {"by": options.by, "last": options.last, "tenant": options.tenant}
     query = urlencode({name: value for name, value in given.items() if value is not None})
-    answer = AdminClient(find_admin_url(options.admin_url)).get(f"/admin/usage?{query}")
+    client = AdminClient(find_admin_url(options.admin_url), options.admin_ca)
+    answer = client.get(f"/admin/usage?{query}")
     if options.json:
         print(json.dumps(answer, indent=2))
         return 0

@@ -21,6 +21,7 @@ from coordinator.protocol.mistakes import MistakesError, run_checks, sentences_o
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
 from coordinator.protocol.settings_file import read_settings
+from coordinator.protocol.tls_config import CellTlsConfig, check_pair
 from coordinator.protocol.tracing_config import TracingConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
@@ -234,6 +235,20 @@ class AdminConfig(_Frozen):
     """Address of the admin port; any but loopback needs `AILERON_ADMIN_KEY`."""
     port: int = Field(default=8001, ge=0, le=65535)
     """Admin port; 0 is any free one."""
+    tls_cert_file: str = ""
+    """PEM file with the admin port's certificate and its chain; empty serves HTTP."""
+    tls_key_file: str = ""
+    """PEM file with the private key of `tls_cert_file`; a changed pair is used within seconds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_pair("admin", self.tls_cert_file, self.tls_key_file)
+        return self
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the admin port's URLs."""
+        return "https" if self.tls_cert_file else "http"
 
 
 class Config(_Frozen):
@@ -246,6 +261,7 @@ class Config(_Frozen):
     gateway: GatewayConfig = GatewayConfig()
     batches: BatchesConfig = BatchesConfig()
     fleet: FleetConfig = FleetConfig()
+    cell_tls: CellTlsConfig = CellTlsConfig()
     admin: AdminConfig = AdminConfig()
     slo: SloConfig = SloConfig()
     tracing: TracingConfig = TracingConfig()

@@ -10,6 +10,7 @@ from coordinator.protocol import (
     gateway_config,
     log_config,
     policy_config,
+    tls_config,
     tracing_config,
 )
 
@@ -31,7 +32,7 @@ def config_schema() -> Schema:
 
 def model_texts() -> dict[str, dict[str, str]]:
     """Class -> field -> text, of all models of the configuration."""
-    modules = (config, gateway_config, log_config, policy_config, tracing_config)
+    modules = (config, gateway_config, log_config, policy_config, tls_config, tracing_config)
     return {name: each for module in modules for name, each in attribute_texts(module).items()}
 
 

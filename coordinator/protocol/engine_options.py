@@ -29,13 +29,14 @@ _NOTHING = ("", "None")
 
 
 _NO_CORS = "let a proxy in front answer pages of other origins"
-_NO_TLS = "let a proxy in front terminate TLS"
 NOT_OFFERED = {
     **dict.fromkeys(
         ("--allowed-origins", "--allow-credentials", "--allowed-methods", "--allowed-headers"),
         _NO_CORS,
     ),
-    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _NO_TLS),
+    "--ssl-keyfile": "set gateway.tls_key_file",
+    "--ssl-certfile": "set gateway.tls_cert_file",
+    "--ssl-ca-certs": "let a proxy in front ask clients for certificates",
     "--api-key": "set gateway.keys_file",
     "--host": "set gateway.host",
     "--port": "set gateway.port",

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
+from coordinator.protocol.tls_config import check_pair
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 """Schemes of a Redis URL that redis-py accepts; unix:// is a socket of this host."""
@@ -21,6 +22,10 @@ class GatewayConfig(BaseModel):
     """Serving port; 0 is any free one."""
     processes: int = Field(default=1, ge=1, le=64)
     """Gateway processes that share the port; one serves several thousand tokens a second."""
+    tls_cert_file: str = ""
+    """PEM file with the serving port's certificate and its chain; empty serves HTTP."""
+    tls_key_file: str = ""
+    """PEM file with the private key of `tls_cert_file`; a changed pair is used within seconds."""
     token_listen: str = "tcp://127.0.0.1:0"
     """ZeroMQ address that leaders push tokens to; port 0 is any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
@@ -62,8 +67,14 @@ class GatewayConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_pair("gateway", self.tls_cert_file, self.tls_key_file)
         read_secret_file(self, "gateway", "rate_limit_storage")
         storage = self.rate_limit_storage
         if storage != "memory://" and not storage.startswith(REDIS_SCHEMES):
             raise ValueError("gateway.rate_limit_storage must be memory:// or a redis:// URL.")
         return self
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the serving port's URLs."""
+        return "https" if self.tls_cert_file else "http"

@@ -29,11 +29,13 @@ from coordinator.model.events import (
     RankReported,
 )
 from coordinator.protocol import wire
+from coordinator.protocol.cell_tls import CellTls
 from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.metrics_wire import Measures
 from coordinator.server.core_actor import CoreActor
+from coordinator.server.credentials import server_credentials
 from coordinator.server.outbox import ENDED, Closing, Outbox
 from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 from coordinator.telemetry.usage_history import UsageHistory
@@ -84,11 +86,17 @@ class CellServer:
     """Opens sessions for ranks 0 to world-1, for gateways and for launchers with the token."""
 
     def __init__(
-        self, owner: CoreActor, token: str, world: int, usage: UsageHistory | None = None
+        self,
+        owner: CoreActor,
+        token: str,
+        world: int,
+        usage: UsageHistory | None = None,
+        tls: CellTls | None = None,
     ) -> None:
         self._owner = owner
         self._token = token.encode()
         self._world = world
+        self._tls = tls
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
         """The newest ended process of each rank, as reported by a launcher."""
@@ -109,7 +117,10 @@ class CellServer:
             (grpc.method_handlers_generic_handler(wire.SERVICE, handlers),)
         )
         try:
-            port = server.add_insecure_port(listen)
+            if self._tls is None:
+                port = server.add_insecure_port(listen)
+            else:
+                port = server.add_secure_port(listen, server_credentials(self._tls))
         except RuntimeError as error:
             raise ListenError(
                 f"cannot listen on {listen}: stop what uses the port, or set coordinator.listen to "

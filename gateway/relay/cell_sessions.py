@@ -12,6 +12,7 @@ from typing import Protocol
 
 import structlog
 
+from coordinator.protocol.cell_tls import CellTls, cell_tls_of
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages.gateway import GatewayDown, GatewayUp
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
@@ -71,6 +72,7 @@ class CellSessions:
         registry: RedisRegistry | None = None,
         look_every_s: float = 1.0,
         away: Callable[[], None] = lambda: None,
+        tls: CellTls | None = None,
     ) -> None:
         """Take cells from `registry`; None keeps those the roster starts with.
 
@@ -79,6 +81,7 @@ class CellSessions:
         self.cells = cells
         self._token = token
         self._gateway = gateway
+        self._tls = tls
         self._registry = registry
         self._look_every_s = look_every_s
         self._away = away
@@ -146,7 +149,7 @@ class CellSessions:
         """Open sessions with new cells; end those of forgotten cells."""
         known = set(self.cells)
         for cell in known - self._links.keys():
-            session = CoordinatorSession(cell, self._token, self._gateway)
+            session = CoordinatorSession(cell, self._token, self._gateway, self._tls)
             self._links[cell] = _Link(cell, session, listener)
         for cell in self._links.keys() - known:
             self._links.pop(cell).work.cancel()
@@ -159,12 +162,12 @@ def set_up_fleet(
     config: Config, token: str, gateway: str, away: Callable[[], None]
 ) -> CellSessions:
     """Return the sessions of the configured fleet, none opened yet."""
-    fleet = config.fleet
+    fleet, tls = config.fleet, cell_tls_of(config.cell_tls)
     if not fleet.is_on:
-        return CellSessions(CellRoster.alone(config.coordinator.listen), token, gateway)
+        return CellSessions(CellRoster.alone(config.coordinator.listen), token, gateway, tls=tls)
     cells = CellRoster(fleet.cells, fleet.dead_after_ms / 1_000, in_fleet=True)
     if not fleet.redis:
-        return CellSessions(cells, token, gateway)
+        return CellSessions(cells, token, gateway, tls=tls)
     registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
     look_every_s = fleet.lease_ms / 1_000 / LOOKS_PER_LEASE
-    return CellSessions(cells, token, gateway, registry, look_every_s, away)
+    return CellSessions(cells, token, gateway, registry, look_every_s, away, tls)

@@ -16,9 +16,11 @@ import msgspec
 import structlog
 
 from coordinator.protocol import wire
+from coordinator.protocol.cell_tls import CellTls
 from coordinator.protocol.messages.gateway import GatewayDown, GatewayHello, GatewayUp, Welcome
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.metrics_wire import Measures
+from gateway.relay.channel import open_channel
 
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
@@ -89,8 +91,9 @@ class _Outbox:
 class CoordinatorSession:
     """Keeps a session with one cell open until it is cancelled."""
 
-    def __init__(self, address: str, token: str, gateway: str) -> None:
+    def __init__(self, address: str, token: str, gateway: str, tls: CellTls | None = None) -> None:
         self._address = address
+        self._tls = tls
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._hello = GatewayHello(PROTOCOL_VERSION, gateway)
         self._outbox: _Outbox | None = None
@@ -115,18 +118,17 @@ class CoordinatorSession:
     async def run(self, listener: Listener) -> None:
         """Open sessions until cancelled; the pause between them grows while none succeeds."""
         pause_s = BACKOFF_MIN_S
-        async with grpc.aio.insecure_channel(
-            self._address, options=wire.CHANNEL_OPTIONS
-        ) as channel:
-            method = channel.stream_stream(
-                wire.GATEWAY_PATH,
-                request_serializer=wire.encode,
-                response_deserializer=wire.decode_gateway_down,
-            )
-            while True:
+        while True:
+            # A channel keeps the certificate with which it was opened.
+            async with open_channel(self._address, self._tls) as channel:
+                method = channel.stream_stream(
+                    wire.GATEWAY_PATH,
+                    request_serializer=wire.encode,
+                    response_deserializer=wire.decode_gateway_down,
+                )
                 was_up = await self._run_once(method, listener)
-                pause_s = BACKOFF_MIN_S if was_up else min(pause_s * 2, BACKOFF_MAX_S)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = BACKOFF_MIN_S if was_up else min(pause_s * 2, BACKOFF_MAX_S)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _run_once(self, method: Method, listener: Listener) -> bool:
         """Run one session from hello to end; return whether it was up."""

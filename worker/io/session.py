@@ -18,14 +18,15 @@ import grpc
 import msgspec
 import structlog
 
+from coordinator.protocol.cell_tls import CellTls
 from coordinator.protocol.messages.rank import LinkCut, RankDown, RankHello, RankUp, Report
 from coordinator.protocol.wire import (
-    CHANNEL_OPTIONS,
     RANK_PATH,
     TOKEN_METADATA_KEY,
     decode_rank_down,
     encode,
 )
+from worker.io.channel import open_channel
 
 log = structlog.get_logger()
 
@@ -71,6 +72,7 @@ class RankSession:
         silence_s: float,
         inbox: Inbox,
         overhear: Callable[[RankDown], None],
+        tls: CellTls | None = None,
     ) -> None:
         """Report every `heartbeat_s`; give up a session that is silent for `silence_s`.
 
@@ -78,6 +80,7 @@ class RankSession:
         for.
         """
         self._target = target
+        self._tls = tls
         self._token = token
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
@@ -143,7 +146,7 @@ class RankSession:
                 await asyncio.sleep(RECONNECT_S)
 
     async def _one_session(self) -> None:
-        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(self._target, self._tls) as channel:
             method = channel.stream_stream(
                 RANK_PATH, request_serializer=encode, response_deserializer=decode_rank_down
             )

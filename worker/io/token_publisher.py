@@ -17,9 +17,11 @@ from typing import Any
 
 import structlog
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.protocol.messages.rank import LinkCut, TokenBatch
+from coordinator.protocol.token_curve import rank_secret_key, split_address
 from coordinator.protocol.wire import encode
 from worker.io.gateway_breakers import GatewayBreakers
 
@@ -70,10 +72,16 @@ class _Line:
 class TokenPublisher:
     """The sockets to all gateways; the stepping thread makes all calls, and none blocks."""
 
-    def __init__(self, encoder: Encoder, tell: Callable[[tuple[LinkCut, ...]], None]) -> None:
-        """`watch` calls `tell` when links break and when they are used again."""
+    def __init__(
+        self, encoder: Encoder, tell: Callable[[tuple[LinkCut, ...]], None], token: str
+    ) -> None:
+        """`watch` calls `tell` when links break and when they are used again.
+
+        The cell's shared `token` opens the sockets of gateways that encrypt.
+        """
         self._encoder = encoder
         self._tell = tell
+        self._secret_key = z85.encode(rank_secret_key(token))
         self._link_cuts: tuple[LinkCut, ...] = ()
         self._links = GatewayBreakers()
         self._lines: OrderedDict[str, _Line] = OrderedDict()
@@ -119,7 +127,7 @@ class TokenPublisher:
         if line is None:
             if len(self._lines) >= GATEWAYS_MAX:
                 self._close(next(iter(self._lines)))
-            line = self._lines[reply_to] = _connect(self._context, reply_to)
+            line = self._lines[reply_to] = _connect(self._context, reply_to, self._secret_key)
             self._links.add(reply_to, time.monotonic())
         self._lines.move_to_end(reply_to)
         return line
@@ -129,7 +137,8 @@ class TokenPublisher:
         self._links.remove(reply_to)
 
 
-def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:
+def _connect(context: zmq.Context[Any], reply_to: str, secret_key: bytes) -> _Line:
+    address, gateway_key = split_address(reply_to)
     push = context.socket(zmq.PUSH)
     push.setsockopt(zmq.SNDHWM, UNSENT_BATCHES_MAX)
     push.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -141,5 +150,9 @@ def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:
     push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-    push.connect(reply_to)
+    if gateway_key is not None:
+        push.setsockopt(zmq.CURVE_SERVERKEY, gateway_key)
+        push.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        push.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret_key))
+    push.connect(address)
     return _Line(push, monitor)

@@ -14,15 +14,16 @@ import grpc
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator.protocol.cell_tls import CellTls
 from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.wire import (
-    CHANNEL_OPTIONS,
     LAUNCHER_PATH,
     TOKEN_METADATA_KEY,
     decode_launcher_down,
     encode,
 )
+from worker.io.channel import open_channel
 
 RECONNECT_S = 0.2
 """Pause between two attempts to reach the coordinator."""
@@ -90,14 +91,19 @@ Renew = Callable[[tuple[Rank, ...]], None]
 """Orders a restart of these ranks together."""
 
 
-def run_exit_reporter(target: str, token: str, reader: int, renew: Renew) -> None:
+def run_exit_reporter(
+    target: str, token: str, reader: int, renew: Renew, tls: CellTls | None = None
+) -> None:
     """Hold a session with the coordinator at `target` until the pipe ends."""
-    asyncio.run(_ExitReporter(target, token, reader, renew).run())
+    asyncio.run(_ExitReporter(target, token, reader, renew, tls).run())
 
 
 class _ExitReporter:
-    def __init__(self, target: str, token: str, reader: int, renew: Renew) -> None:
+    def __init__(
+        self, target: str, token: str, reader: int, renew: Renew, tls: CellTls | None = None
+    ) -> None:
         self._target = target
+        self._tls = tls
         self._token = token
         self._reader = reader
         self._rest = b""
@@ -126,7 +132,7 @@ class _ExitReporter:
         self._changed.set()
 
     async def _one_session(self) -> None:
-        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(self._target, self._tls) as channel:
             method = channel.stream_stream(
                 LAUNCHER_PATH, request_serializer=encode, response_deserializer=None
             )

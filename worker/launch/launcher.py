@@ -22,6 +22,7 @@ import structlog
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, host_kv_name
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
+from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.failure_reason import reason_of
 from worker.cohort import Cohort
@@ -179,7 +180,8 @@ class Launcher:
             for memory in (self._memory, self._host_memory):
                 if memory is not None:
                     memory.close()
-            run_exit_reporter(listen, token, self._pipe.reader, order)
+            tls = cell_tls_of(self._config.cell_tls)
+            run_exit_reporter(listen, token, self._pipe.reader, order, tls)
 
         self._exit_reporter_pid = _fork(run, lambda _: None)
         self._send_status()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
+from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.messages.rank import RankDown
 from coordinator.protocol.switch_participant import SwitchParticipant
@@ -109,10 +110,9 @@ def serve_rank(
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
     lease_s = config.coordinator.lease_ms / 1e3
-    session = RankSession(
-        config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
-    )
-    publisher = TokenPublisher(OutputCodec().frames, session.tell_links)
+    token, tls = shared_token(), cell_tls_of(config.cell_tls)
+    session = RankSession(config.coordinator.listen, token, heartbeat_s, lease_s, inbox, heard, tls)
+    publisher = TokenPublisher(OutputCodec().frames, session.tell_links, token)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     runtime = GroupRuntime(engine, incarnation, publisher)
     if tracing is not None:

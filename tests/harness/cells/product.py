@@ -2,6 +2,7 @@
 
 import os
 import signal
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -33,16 +34,18 @@ class Product:
     port: int
     admin_port: int
     log_file: Path
+    schemes: tuple[str, str] = ("http", "http")
+    """Of the serving port and the admin port."""
 
     @property
     def url(self) -> str:
         """Base URL of the serving port."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.schemes[0]}://127.0.0.1:{self.port}"
 
     @property
     def admin(self) -> str:
         """Base URL of the admin port."""
-        return f"http://127.0.0.1:{self.admin_port}"
+        return f"{self.schemes[1]}://127.0.0.1:{self.admin_port}"
 
     def log(self) -> str:
         """What `aileron up` printed, with its children's lines."""
@@ -103,13 +106,22 @@ def product(
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(config))
     options = ["--config", str(folder / "base.yaml"), "--ranks", str(ranks), "--device", "cpu"]
-    with started(folder, options, engine_args or [], warm=warm) as running:
+    schemes = tuple(
+        "https" if config.get(section, {}).get("tls_cert_file") else "http"
+        for section in ("gateway", "admin")
+    )
+    with started(folder, options, engine_args or [], warm=warm, schemes=schemes) as running:
         yield running
 
 
 @contextmanager
 def started(
-    folder: Path, options: Sequence[str], engine_args: Sequence[str] = (), *, warm: bool = True
+    folder: Path,
+    options: Sequence[str],
+    engine_args: Sequence[str] = (),
+    *,
+    warm: bool = True,
+    schemes: tuple[str, ...] = ("http", "http"),
 ) -> Iterator[Product]:
     """Run `aileron up` with these options on free ports for the length of the block."""
     warm = warm and is_wanted()
@@ -129,7 +141,7 @@ def started(
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    running = Product(process, port, admin_port, log_file)
+    running = Product(process, port, admin_port, log_file, (schemes[0], schemes[1]))
     try:
         _wait_ready(running)
         yield running
@@ -144,11 +156,14 @@ def started(
 
 def _wait_ready(running: Product) -> None:
     deadline = time.monotonic() + START_LIMIT_S
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     while time.monotonic() < deadline:
         if running.process.poll() is not None:
             raise NotStartedError(running.log()[-4000:])
         try:
-            with urllib.request.urlopen(running.url + "/ready", timeout=2) as answer:
+            ready = urllib.request.urlopen(running.url + "/ready", timeout=2, context=unverified)
+            with ready as answer:
                 if answer.status == 200:
                     return
         except (urllib.error.URLError, OSError):

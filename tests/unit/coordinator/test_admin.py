@@ -236,6 +236,23 @@ async def test_web_pages_cannot_switch(cell: Cell) -> None:
     assert (answer.status_code, error_of(answer)["code"]) == (403, "cross_origin")
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_only_our_page_of_the_same_scheme_may_ask(cell: Cell, scheme: str) -> None:
+    url = f"{scheme}://127.0.0.1:8001"
+    for origin, status in ((url, 400), ("http://127.0.0.1:8002", 403), ("ftp://127.0.0.1", 403)):
+        answer = await cell.http.post(
+            f"{url}/admin/layout", json={"layout": "none"}, headers={"Origin": origin}
+        )
+        assert answer.status_code == status, origin
+    other = "http" if scheme == "https" else "https"
+    answer = await cell.http.post(
+        f"{url}/admin/layout",
+        json={"layout": "none"},
+        headers={"Origin": f"{other}://127.0.0.1:8001"},
+    )
+    assert answer.status_code == 403
+
+
 async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
     async with cell.ranks:
         await cell.serving()
