@@ -7,7 +7,8 @@ Processes replace ${AILERON_REDIS_URL} and other variables by their environment'
 {{- $fleet := include "aileron.fleet" . | fromYaml -}}
 {{- $derived := include "aileron.config.derived" .root | fromYaml -}}
 {{- $model := include "aileron.config.model" .root | fromYaml -}}
-{{- mergeOverwrite $derived (deepCopy .root.Values.config) $own $fleet $model | toYaml -}}
+{{- $tls := include "aileron.config.tls" .root | fromYaml -}}
+{{- mergeOverwrite $derived (deepCopy .root.Values.config) $own $fleet $model $tls | toYaml -}}
 {{- end -}}
 
 {{/* Widths and the first layout follow from the ranks, as with `aileron up --ranks`. */}}
@@ -43,6 +44,13 @@ cell:
 model:
   path: {{ include "aileron.modelFolder" . }}
   served_name: {{ .Values.config.model.served_name | default .Values.config.model.path }}
+{{- end }}
+{{- end -}}
+
+{{/* Every process of a cell presents the certificate of one Secret, and trusts its authority. */}}
+{{- define "aileron.config.tls" -}}
+{{- if .Values.tls.cellSecret }}
+cell_tls: {cert_file: /etc/aileron/tls/cell/tls.crt, key_file: /etc/aileron/tls/cell/tls.key, ca_file: /etc/aileron/tls/cell/ca.crt}
 {{- end }}
 {{- end -}}
 
@@ -82,7 +90,13 @@ yes
 {{- define "aileron.config.coordinator" -}}
 coordinator: {listen: "{{ ternary "127.0.0.1" "0.0.0.0" (eq .root.Values.gateway.placement "cell") }}:8002"}
 cell: {dist_port: 29500}
-admin: {host: 0.0.0.0, port: 8001}
+admin:
+  host: 0.0.0.0
+  port: 8001
+  {{- if .root.Values.tls.adminSecret }}
+  tls_cert_file: /etc/aileron/tls/admin/tls.crt
+  tls_key_file: /etc/aileron/tls/admin/tls.key
+  {{- end }}
 {{- end -}}
 
 {{- define "aileron.config.ranks" -}}
@@ -105,6 +119,10 @@ gateway:
   port: 8000
   token_listen: {{ include "aileron.tokenAddress" $root }}
   metrics_listen: 0.0.0.0:8004
+  {{- if $root.Values.tls.servingSecret }}
+  tls_cert_file: /etc/aileron/tls/serving/tls.crt
+  tls_key_file: /etc/aileron/tls/serving/tls.key
+  {{- end }}
   {{- if include "aileron.keysSecret" $root }}
   keys_file: /etc/aileron/keys/keys.yaml
   {{- end }}

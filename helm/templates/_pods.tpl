@@ -148,9 +148,29 @@ yes
 {{- define "aileron.engineMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /cache}
+{{- include "aileron.tlsMount" (dict "root" . "part" "cell") }}
 {{- if include "aileron.hasModels" . }}
 - {name: models, mountPath: {{ .Values.models.mountPath }}, readOnly: true}
 {{- end }}
+{{- end -}}
+
+{{/* A Secret of type kubernetes.io/tls as a folder, so that a renewal reaches the process. Arguments: root; part. */}}
+{{- define "aileron.tlsMount" -}}
+{{- if index .root.Values.tls (printf "%sSecret" .part) }}
+- {name: tls-{{ .part }}, mountPath: /etc/aileron/tls/{{ .part }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "aileron.tlsVolume" -}}
+{{- with index .root.Values.tls (printf "%sSecret" .part) }}
+- {name: tls-{{ $.part }}, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
+{{- end -}}
+
+{{/* An httpGet by HTTPS if the port has a certificate; kubelets do not check it. Arguments: root; part; get. */}}
+{{- define "aileron.httpGet" -}}
+{{- $scheme := ternary (dict "scheme" "HTTPS") dict (not (empty (index .root.Values.tls (printf "%sSecret" .part)))) -}}
+{{- merge .get $scheme | toYaml -}}
 {{- end -}}
 
 {{/* Volumes of pods whose processes import vLLM. Arguments: root; claimed, the names of claims of their own. */}}
@@ -158,6 +178,7 @@ yes
 {{- $root := .root -}}
 {{- $models := $root.Values.models -}}
 - {name: tmp, emptyDir: {sizeLimit: 4Gi}}
+{{- include "aileron.tlsVolume" (dict "root" $root "part" "cell") }}
 {{- if not (has "cache" .claimed) }}
 - name: cache
   {{- $root.Values.cache.volume | default (dict "emptyDir" (dict "sizeLimit" $root.Values.cache.sizeLimit)) | toYaml | nindent 2 }}
@@ -178,6 +199,7 @@ yes
 {{- end -}}
 
 {{- define "aileron.gatewayVolumes" -}}
+{{- include "aileron.tlsVolume" (dict "root" . "part" "serving") }}
 {{- with include "aileron.keysSecret" . }}
 - {name: keys, secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: {{ include "aileron.keysKey" $ }}, path: keys.yaml}]}}
 {{- end }}
@@ -214,6 +236,7 @@ yes
   volumeMounts:
     - {name: config, mountPath: /etc/aileron/{{ .file }}, subPath: {{ .file }}, readOnly: true}
     {{- include "aileron.engineMounts" $root | nindent 4 }}
+    {{- include "aileron.tlsMount" (dict "root" $root "part" "serving") | nindent 4 }}
     {{- if include "aileron.keysSecret" $root }}
     - {name: keys, mountPath: /etc/aileron/keys, readOnly: true}
     {{- end }}
@@ -223,8 +246,8 @@ yes
     {{- with $gateway.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- $health := dict "path" "/health" "port" "http" }}
-  {{- $ready := dict "path" "/ready" "port" "http" }}
+  {{- $health := include "aileron.httpGet" (dict "root" $root "part" "serving" "get" (dict "path" "/health" "port" "http")) | fromYaml }}
+  {{- $ready := include "aileron.httpGet" (dict "root" $root "part" "serving" "get" (dict "path" "/ready" "port" "http")) | fromYaml }}
   startupProbe:
     {{- $probe := dict "httpGet" $health "periodSeconds" 5 "failureThreshold" (div (add $gateway.startupSeconds 4) 5) }}
     {{- include "aileron.probe" (dict "probe" $probe "timing" $gateway.probes.startup) | nindent 4 }}
@@ -271,10 +294,12 @@ yes
   volumeMounts:
     - {name: config, mountPath: /etc/aileron/coordinator.yaml, subPath: coordinator.yaml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
+    {{- include "aileron.tlsMount" (dict "root" $root "part" "admin") | nindent 4 }}
+    {{- include "aileron.tlsMount" (dict "root" $root "part" "cell") | nindent 4 }}
     {{- with $coordinator.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- $health := dict "path" "/health" "port" "admin" }}
+  {{- $health := include "aileron.httpGet" (dict "root" $root "part" "admin" "get" (dict "path" "/health" "port" "admin")) | fromYaml }}
   startupProbe:
     {{- $probe := dict "httpGet" $health "periodSeconds" 2 "failureThreshold" 60 }}
     {{- include "aileron.probe" (dict "probe" $probe "timing" $coordinator.probes.startup) | nindent 4 }}
@@ -331,6 +356,10 @@ yes
     {{- include "aileron.engineEnv" $root | nindent 4 }}
     # All ranks of a cell are in this pod, and NCCL listens to nobody else.
     - {name: NCCL_SOCKET_IFNAME, value: lo}
+    {{- if $root.Values.tls.adminSecret }}
+    # Where the probe finds the coordinator.
+    - {name: AILERON_ADMIN_URL, value: "https://127.0.0.1:8001"}
+    {{- end }}
     {{- with $ranks.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

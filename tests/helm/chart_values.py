@@ -245,6 +245,12 @@ class Auth(_Values):
     api_keys: ApiKeys
 
 
+class Tls(_Values):
+    serving_secret: str
+    admin_secret: str
+    cell_secret: str
+
+
 class ExternalRedis(_Values):
     existing_secret: str
     url_key: SecretKey
@@ -362,6 +368,7 @@ class ChartValues(_Values):
     hugging_face: HuggingFace
     secrets: Secrets
     auth: Auth
+    tls: Tls
     redis: Redis
     batches: Batches
     jobs: Jobs

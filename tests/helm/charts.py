@@ -150,6 +150,26 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
             "models": {"volume": {"persistentVolumeClaim": None}},
         },
     ),
+    "TLS everywhere": (
+        "8xgpu",
+        {
+            "cells": 2,
+            "tls": {
+                "servingSecret": "serving-tls",
+                "adminSecret": "admin-tls",
+                "cellSecret": "cell-tls",
+            },
+            "ingress": {"enabled": True, "controller": "nginx"},
+            "metrics": {"serviceMonitor": {"enabled": True}},
+        },
+    ),
+    "TLS in one pod": (
+        "kind",
+        {
+            "tls": {"servingSecret": "one", "adminSecret": "two", "cellSecret": "three"},
+            "gateway": {"placement": "cell"},
+        },
+    ),
     "everything that clusters add": ("8xgpu", EVERYTHING),
     "a model for each cell": (
         "8xgpu",

@@ -229,6 +229,52 @@ def test_keys_are_mounted_where_gateways_look(release: Release) -> None:
             assert not config.batches.data_dir or config.batches.data_dir in folders
 
 
+def test_certificates_are_mounted_where_processes_look(release: Release) -> None:
+    tls = release.values["tls"]
+    for workload, pod, container in processes(release):
+        config = configurations(release)[file_of(container)]
+        volumes = release.volumes(workload, pod)
+        secrets = {
+            each["mountPath"]: volumes[each["name"]]["secret"]["secretName"]
+            for each in container["volumeMounts"]
+            if "secret" in volumes[each["name"]] and "subPath" not in each
+        }
+        cell = config.cell_tls
+        files = {"cellSecret": [cell.cert_file, cell.key_file, cell.ca_file]}
+        if container["name"] == "gateway":
+            files["servingSecret"] = [config.gateway.tls_cert_file, config.gateway.tls_key_file]
+        if container["name"] == "coordinator":
+            files["adminSecret"] = [config.admin.tls_cert_file, config.admin.tls_key_file]
+        for name, paths in files.items():
+            assert all(map(bool, paths)) == bool(tls[name]), (container["name"], name)
+            for path in filter(None, paths):
+                assert secrets[str(Path(path).parent)] == tls[name]
+                assert Path(path).name in ("tls.crt", "tls.key", "ca.crt")
+
+
+def test_probes_and_monitors_speak_what_the_ports_speak(release: Release) -> None:
+    tls = release.values["tls"]
+    secrets = {"gateway": tls["servingSecret"], "coordinator": tls["adminSecret"]}
+    for _, _, container in processes(release):
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            if container["name"] in secrets:
+                scheme = probe["httpGet"].get("scheme", "HTTP")
+                assert scheme == ("HTTPS" if secrets[container["name"]] else "HTTP")
+        if container["name"] == "ranks":
+            env = {each["name"]: each.get("value", "") for each in container["env"]}
+            asked = env.get("AILERON_ADMIN_URL", "http:").partition(":")[0]
+            assert asked == ("https" if tls["adminSecret"] else "http")
+    for monitor in release.of_kind("ServiceMonitor"):
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert endpoint.get("scheme", "http") == ("https" if tls["adminSecret"] else "http")
+    for ingress in release.of_kind("Ingress"):
+        key = "nginx.ingress.kubernetes.io/backend-protocol"
+        if release.values["ingress"]["controller"] == "nginx":
+            spoken = ingress["metadata"].get("annotations", {}).get(key)
+            assert spoken == ("HTTPS" if tls["servingSecret"] else None)
+
+
 def test_everything_that_is_written_goes_to_a_volume(release: Release) -> None:
     for workload, pod, container in processes(release):
         volumes = release.volumes(workload, pod)
@@ -276,8 +322,9 @@ def test_gateways_are_probed_on_the_paths_that_need_no_key(release: Release) -> 
     routes = (ROOT / "gateway" / "http" / "routes.py").read_text()
     for _, _, container in processes(release):
         if container["name"] == "gateway":
-            assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
-            assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+            for probe, path in (("readinessProbe", "/ready"), ("livenessProbe", "/health")):
+                asked = container[probe]["httpGet"]
+                assert (asked["path"], asked["port"]) == (path, "http")
             assert (
                 'OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})'
                 in routes
@@ -323,7 +370,9 @@ def test_kind_serves_the_demo_model_as_aileron_up_does() -> None:
 
 def test_notes_say_where_it_is_served(release: Release) -> None:
     service = release.get("Service", "serving" if "three" in release.name else "chat-aileron")
-    assert f"http://{service['metadata']['name']}.{NAMESPACE}.svc:80/v1" in release.notes
+    scheme = "https" if release.values["tls"]["servingSecret"] else "http"
+    assert f" {scheme}://{service['metadata']['name']}.{NAMESPACE}.svc:80/v1" in release.notes
+    assert ("--admin-ca" in release.notes) == bool(release.values["tls"]["adminSecret"])
     assert ("There are no API keys" in release.notes) == (
         release.values["config"].get("gateway", {}).get("insecure_no_auth", False)
         and not release.values["auth"]["apiKeys"]["keys"]

@@ -195,6 +195,7 @@ def test_volumes_secrets_and_claims_exist_or_are_the_users(release: Release) -> 
     own = {(each["kind"], each["metadata"]["name"]): each for each in release.objects}
     auth, batches = release.values["auth"], release.values["batches"]
     users = {auth["existingSecret"], auth["apiKeys"]["existingSecret"], batches["existingClaim"]}
+    users |= set(release.values["tls"].values())
     users |= {"models", "cache", release.values["huggingFace"]["existingSecret"]}
     for workload, pod in release.pods():
         volumes = release.volumes(workload, pod)

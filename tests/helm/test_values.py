@@ -51,6 +51,8 @@ MISTAKES: dict[str, Any] = {
     # What the chart decides:
     "config.gateway.port": 80,
     "config.gateway.keys_file": "/keys.yaml",
+    "config.gateway.tls_cert_file": "/tls.crt",
+    "config.cell_tls.cert_file": "/tls.crt",
     "config.coordinator.listen": "0.0.0.0:1",
     "config.batches.data_dir": "/data",
     "config.admin": {"port": 1},

@@ -23,7 +23,16 @@ CHART_DECIDES = {
     "Config": ("admin", "run_dir"),
     "CellConfig": ("dist_port",),
     "CoordinatorConfig": ("listen",),
-    "GatewayConfig": ("host", "port", "token_listen", "keys_file", "metrics_listen"),
+    "GatewayConfig": (
+        "host",
+        "port",
+        "token_listen",
+        "keys_file",
+        "metrics_listen",
+        "tls_cert_file",
+        "tls_key_file",
+    ),
+    "CellTlsConfig": ("cert_file", "key_file", "ca_file"),
     "BatchesConfig": ("data_dir",),
     "FleetConfig": ("cells", "cell_name", "advertise"),
 }
