@@ -179,13 +179,12 @@ def test_gateways_image_is_the_cpus_and_has_the_tag_that_the_chart_names() -> No
 
 def test_images_say_what_they_are() -> None:
     _, stages = dockerfile()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     for target in TARGETS:
         (text,) = stages[target].of("LABEL")
         labels = dict(word.split("=", 1) for word in shlex.split(text))
         prefix = "org.opencontainers.image"
-        assert labels[f"{prefix}.version"] == project["version"]
+        assert labels[f"{prefix}.version"] == chart["version"]
         assert labels[f"{prefix}.licenses"] == "Apache-2.0"
         assert labels[f"{prefix}.description"] == chart["description"]
 
