@@ -100,7 +100,8 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
         assert len(delivered) >= 2
         # All but the last token is looked up.
         full = sum((200 + count - 1) // BLOCK_TOKENS * BLOCK_TOKENS for count in delivered.values())
-        assert await total(cell, "host_hits", hits + full) - hits == full
+        # More where the lost rank is back early, and tasks move to it and load once more.
+        assert await total(cell, "host_hits", hits + full) - hits >= full
         await all_there(cell)
         for name, stream in zip(names[:4], streams, strict=False):
             alone = await one(client, f"calm-{name}", prompt(name, 200), max_tokens=120)
@@ -108,6 +109,7 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
 
 
 async def test_a_renewed_cell_knows_the_prompts_of_the_former_one(cell: BareCell) -> None:
+    await all_there(cell)
     cell.switch("tp2", "recompute")
     client = TaskClient()
     async with client.connected(cell):
