@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.protocol.addresses import is_loopback
+from coordinator.protocol.file_stamp import Stamp, stamp_of
 
 ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 VIEWER_KEY_ENV = "AILERON_VIEWER_KEY"
@@ -140,15 +141,15 @@ class _KeyFile:
         self.variable = variable
         self.path = path
         self.text = ""
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
 
     def is_changed(self) -> bool:
         """Return whether the file is there and another one than the one last read."""
-        stamp = self._stamp_now()
+        stamp = stamp_of(self.path)
         return stamp is not None and stamp != self._stamp
 
     def read(self) -> None:
-        self._stamp = self._stamp_now()
+        self._stamp = stamp_of(self.path)
         try:
             self.text = self.path.read_text(encoding="utf-8-sig")
         except OSError as error:
@@ -156,10 +157,3 @@ class _KeyFile:
             raise AdminKeyError(text) from error
         except UnicodeDecodeError as error:
             raise AdminKeyError(f"{self.variable}: {self.path} is not UTF-8 text.") from error
-
-    def _stamp_now(self) -> tuple[int, int, int] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino

@@ -20,7 +20,6 @@ from coordinator.admin.key import AdminKeys
 from coordinator.core.core import Core
 from coordinator.protocol.certificate import (
     CHECK_EVERY_S,
-    CertificateError,
     ServerCertificate,
     certificate_of,
 )
@@ -116,14 +115,8 @@ class AdminPort:
         """Take the certificate's files again whenever they change."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            if not await asyncio.to_thread(certificate.has_changed):
-                continue
-            try:
-                certificate.renew()
-            except CertificateError as error:
-                log.warning("certificate_not_read", reason=str(error))
-            else:
-                log.info("certificate_read")
+            if await asyncio.to_thread(certificate.has_changed):
+                certificate.follow()
 
     async def _sample(self) -> None:
         """Take samples for the live page's history."""

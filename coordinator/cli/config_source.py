@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coordinator.cli.errors import CliError
 from coordinator.protocol.config import Config, dump_config
+from coordinator.protocol.file_stamp import stamp_of
 
 CHECK_EVERY_S = 1.0
 """Interval of looks at the file."""
@@ -28,10 +29,10 @@ async def follow(source: ConfigSource | None, target: Path, say: Callable[[str],
     """Write the configuration again whenever the user's file changes, until cancelled."""
     if source is None:
         return
-    before = _stamp(source.path)
+    before = stamp_of(source.path)
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
-        stamp = await asyncio.to_thread(_stamp, source.path)
+        stamp = await asyncio.to_thread(stamp_of, source.path)
         if stamp is None or stamp == before:
             continue
         before = stamp
@@ -47,11 +48,3 @@ def write_config(path: Path, config: Config) -> None:
     fresh.touch(mode=0o600)
     fresh.write_text(dump_config(config))
     fresh.replace(path)
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size

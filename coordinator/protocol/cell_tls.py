@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.protocol.certificate import CertificateError, new_context
+from coordinator.protocol.file_stamp import stamp_of
 from coordinator.protocol.tls_config import CellTlsConfig
 
 SERVER_NAME_OPTION = "grpc.ssl_target_name_override"
@@ -40,7 +41,7 @@ class CellTls:
         """Read and check the files; raises `CertificateError` with a sentence."""
         self._settings = settings
         self._paths = tuple(map(Path, (settings.cert_file, settings.key_file, settings.ca_file)))
-        self._stamps = self._read_stamps()
+        self._stamp = stamp_of(*self._paths)
         self._pems = self._read()
 
     @property
@@ -50,10 +51,10 @@ class CellTls:
 
     def pems(self) -> Pems:
         """Return the newest usable files: the same object until they change."""
-        stamps = self._read_stamps()
-        if stamps is None or stamps == self._stamps:
+        stamp = stamp_of(*self._paths)
+        if stamp is None or stamp == self._stamp:
             return self._pems
-        self._stamps = stamps
+        self._stamp = stamp
         try:
             self._pems = self._read()
         except CertificateError as error:
@@ -102,13 +103,6 @@ class CellTls:
                 f"let the authority in {ca} sign a certificate for servers and clients with the "
                 f"DNS name {self._settings.server_name}."
             ) from error
-
-    def _read_stamps(self) -> tuple[tuple[int, int, int], ...] | None:
-        try:
-            states = [path.stat() for path in self._paths]
-        except OSError:
-            return None
-        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in states)
 
 
 def cell_tls_of(settings: CellTlsConfig) -> CellTls | None:

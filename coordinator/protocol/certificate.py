@@ -7,13 +7,17 @@ the disk. The gateway's and the admin port's processes call this module.
 import ssl
 from pathlib import Path
 
+import structlog
+
+from coordinator.protocol.file_stamp import Stamp, stamp_of
+
 CHECK_EVERY_S = 1.0
 """Interval of checks for changed certificate files."""
 
 HANDSHAKE_LIMIT_S = 10.0
 """Longest time from a connection to the end of its TLS handshake."""
 
-Stamps = tuple[tuple[int, int, int], ...]
+log = structlog.get_logger(__name__)
 
 
 class CertificateError(ValueError):
@@ -27,15 +31,15 @@ class ServerCertificate:
         """Read both PEM files; raises `CertificateError`. `section` is that of the settings."""
         self._section = section
         self._paths = Path(cert_file), Path(key_file)
-        self._stamps: Stamps | None = self._read_stamps()
+        self._stamp: Stamp | None = stamp_of(*self._paths)
         self.context = new_context(section, *self._paths)
         self.context.set_alpn_protocols(["http/1.1"])
         """TLS 1.2 or newer; the same object before and after a renewal."""
 
     def has_changed(self) -> bool:
         """Return whether a file has changed since the last reading; False while one is away."""
-        stamps = self._read_stamps()
-        return stamps is not None and stamps != self._stamps
+        stamp = stamp_of(*self._paths)
+        return stamp is not None and stamp != self._stamp
 
     def renew(self) -> None:
         """Use the files as they are now for new connections.
@@ -43,22 +47,24 @@ class ServerCertificate:
         Raises `CertificateError`; the old certificate then stays until the files change again.
         Call it where no handshake is in progress at the same moment, so in the event loop.
         """
-        self._stamps = self._read_stamps()
+        self._stamp = stamp_of(*self._paths)
         # OpenSSL drops the old key of a context when it loads a certificate of another key.
         new_context(self._section, *self._paths)
         try:
             self.context.load_cert_chain(*self._paths)
         except (OSError, ValueError) as error:
             # The files changed once more since: they are read again at the next check.
-            self._stamps = None
+            self._stamp = None
             raise CertificateError(f"{self._section}: {error}.") from error
 
-    def _read_stamps(self) -> Stamps | None:
+    def follow(self) -> None:
+        """Renew where `has_changed`, and log the outcome; call it where `renew` may be called."""
         try:
-            states = [path.stat() for path in self._paths]
-        except OSError:
-            return None
-        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in states)
+            self.renew()
+        except CertificateError as error:
+            log.warning("certificate_not_read", reason=str(error))
+        else:
+            log.info("certificate_read")
 
 
 def new_context(section: str, cert: Path, key: Path) -> ssl.SSLContext:

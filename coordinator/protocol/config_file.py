@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from coordinator.protocol.config import Config, ConfigError, dump_config
+from coordinator.protocol.file_stamp import stamp_of
 
 RELOADABLE = (
     *("slo", "policy", "coordinator.tiers", "coordinator.queue_tasks_max"),
@@ -84,7 +85,7 @@ class ConfigFile:
         self._process = process
         self._path = path
         self._read = read
-        self._stamp = _stamp(path)
+        self._stamp = stamp_of(path)
         self.config = config
         self.read_s = time.time()
         """When the configuration was read, in Unix seconds."""
@@ -96,7 +97,7 @@ class ConfigFile:
 
         Logs the outcome.
         """
-        stamp = _stamp(self._path)
+        stamp = stamp_of(self._path)
         has_changed = stamp is not None and stamp != self._stamp
         if not (has_changed or forced):
             return None
@@ -108,7 +109,7 @@ class ConfigFile:
 
     def load(self) -> Config:
         """Read and accept the file; raises `ConfigError`, and then the old configuration stays."""
-        self._stamp = _stamp(self._path)
+        self._stamp = stamp_of(self._path)
         try:
             new = self._read(self._path)
             change = change_between(self.config, new)
@@ -133,12 +134,3 @@ def _leaves(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file; None while the file is being replaced."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -17,6 +17,7 @@ from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import FixedWindowRateLimiter
 
 from coordinator.protocol.config import ConfigError
+from coordinator.protocol.file_stamp import Stamp, stamp_of
 from coordinator.protocol.keys import ApiKey, hash_of, load_keys
 from gateway.errors import ApiError, api_error
 
@@ -45,13 +46,13 @@ class KeyRing:
         self._now = now
         self._keys: Mapping[str, ApiKey] = {}
         self._by_id: Mapping[str, ApiKey] = {}
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self.is_outdated = False
         """Whether the newest file could not be read, so that older keys are in use."""
         self._wrong = FixedWindowRateLimiter(MemoryStorage())
         self._wrong_limit = RateLimitItemPerMinute(WRONG_KEYS_PER_MINUTE)
         if self._path is not None:
-            self._stamp = _stamp(self._path)
+            self._stamp = stamp_of(self._path)
             self._take(load_keys(self._path))
 
     @property
@@ -128,7 +129,7 @@ class KeyRing:
             return
         while True:
             await asyncio.sleep(RELOAD_S)
-            stamp = await asyncio.to_thread(_stamp, self._path)
+            stamp = await asyncio.to_thread(stamp_of, self._path)
             if stamp is None or stamp == self._stamp:
                 continue
             self._stamp = stamp
@@ -140,12 +141,3 @@ class KeyRing:
             else:
                 self.is_outdated = False
                 log.info("keys_read", keys=len(self._keys))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file; None while the file is being replaced."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

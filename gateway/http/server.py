@@ -10,18 +10,14 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import cast
 
-import structlog
 import uvicorn
 
 from coordinator.protocol.certificate import (
     CHECK_EVERY_S,
     HANDSHAKE_LIMIT_S,
-    CertificateError,
     ServerCertificate,
 )
 from gateway.http.connection import Connection
-
-log = structlog.get_logger(__name__)
 
 
 class Server(uvicorn.Server):
@@ -76,11 +72,5 @@ async def renew(certificate: ServerCertificate) -> None:
     """Take the certificate's files again whenever they change, until cancelled."""
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
-        if not await asyncio.to_thread(certificate.has_changed):
-            continue
-        try:
-            certificate.renew()
-        except CertificateError as error:
-            log.warning("certificate_not_read", reason=str(error))
-        else:
-            log.info("certificate_read")
+        if await asyncio.to_thread(certificate.has_changed):
+            certificate.follow()
