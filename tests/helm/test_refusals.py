@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[str, Object, str]] = {
         {"metrics": {"serviceMonitor": {"enabled": False}}},
         "metrics.serviceMonitor.enabled",
     ),
-    "a memory limit that Redis cannot be told": (
+    "a memory limit that Redis cannot read": (
         "kind",
         {"redis": {"enabled": True, "resources": {"limits": {"memory": "1000m"}}}},
         "resources.limits.memory",

@@ -55,7 +55,7 @@ async def one(client: TaskClient, name: str, tokens: list[int], **params: Any) -
 
 
 async def test_pages_of_one_layout_are_read_in_each_other(cell: BareCell) -> None:
-    """`recompute` forgets what ranks have cached, so whatever is hit comes from host pages."""
+    """`recompute` empties the ranks' caches, so every hit comes from host pages."""
     cell.switch("tp2", "recompute")
     cell.switch("dp2", "recompute")
     client = TaskClient()

@@ -18,7 +18,7 @@ import pytest
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.random_load import RANDOM_ARGS, alone, compare, run_cases, settle
-from tests.harness.vllm.reshard_cases import Case, draw_case
+from tests.harness.vllm.reshard_cases import Case, wanted_cases
 from tests.harness.vllm.static_answers import static_answers
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -33,16 +33,10 @@ KILL_EVERY, FIRST_KILL = 8, 2
 """Of the actions: the others are switches."""
 
 
-def wanted_seeds() -> list[int]:
-    given = os.environ.get("AILERON_RESHARD_SEEDS", f"0-{SEEDS - 1}")
-    first, _, last = given.partition("-")
-    return list(range(int(first), int(last or first) + 1))
-
-
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """One request per seed."""
-    return [draw_case(seed) for seed in wanted_seeds()]
+    return wanted_cases(SEEDS)
 
 
 @pytest.fixture(scope="module")

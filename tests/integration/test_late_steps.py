@@ -6,7 +6,6 @@ ours (ADR 0009), are what the same cell makes of it without switches.
 """
 
 import asyncio
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.harness.cells.random_load import (
     run_cases,
     settle,
 )
-from tests.harness.vllm.reshard_cases import Case, draw_case
+from tests.harness.vllm.reshard_cases import Case, wanted_cases
 from tests.harness.vllm.static_answers import static_answers
 
 pytestmark = pytest.mark.ranks
@@ -34,17 +33,10 @@ FEW_PAGES_BYTES = 28 << 20
 """So few that some moves take several rounds."""
 
 
-def wanted_seeds() -> list[int]:
-    """The seeds to run."""
-    given = os.environ.get("AILERON_RESHARD_SEEDS", f"0-{SEEDS - 1}")
-    first, _, last = given.partition("-")
-    return list(range(int(first), int(last or first) + 1))
-
-
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """One request per seed."""
-    return [draw_case(seed) for seed in wanted_seeds()]
+    return wanted_cases(SEEDS)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The directory of host pages: whoever reads a page reads the block that it looked for."""
+"""The directory of host pages: a reader finds the block that it looks for in the page."""
 
 import random
 from dataclasses import dataclass, field

@@ -310,7 +310,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "copies do not wait for steps": ((copy_rounds, "split", _copies_all_at_once),),
     "groups begin before their copies are over": ((Migration, "arrive", _does_nothing),),
     "steps of lost groups count": ((Steps, "_counts", _counts_always),),
-    "lost leases are not told": ((Leases, "_lose", _tells_nobody),),
+    "nobody hears of lost leases": ((Leases, "_lose", _tells_nobody),),
     "tasks go on without their last tokens": ((Migration, "_go_on", _goes_on_without_news),),
     "spoiled tasks go on": ((PreparedMigration, "may_be_spoiled", property(_is_never_spoiled)),),
 }

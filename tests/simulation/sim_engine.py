@@ -227,7 +227,7 @@ class SimEngine(FakeEngine):
         self.copies: list[Copy] = []
         """Those that are in flight."""
         self.barriers: list[Copy] = []
-        """Copies that whatever is launched from now on waits for."""
+        """Copies that later launches wait for."""
         super().__init__(memory, spec)
         self.is_synchronous = self.holds_steps = not on_device
         self.intake: SimIntake = SimIntake()

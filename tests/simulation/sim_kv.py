@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.sim_rank import SimRank
 
 KV_HEADS = 8
-"""So many that every width divides them."""
+"""Every width divides this number."""
 
 BLOCK_TOKENS = 4
 GEOMETRY = PageGeometry(1, KV_HEADS, 1, 1, 4, BLOCK_TOKENS)

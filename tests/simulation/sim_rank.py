@@ -69,7 +69,7 @@ SWITCHING = (
 
 
 class SimCore(RankCore):
-    """Tells the world what was done, and checks, when it has nothing to do, that it may wait."""
+    """Reports each effect to the world; before it waits, it checks that it may."""
 
     process: "SimRank"
     asked = 0
@@ -117,7 +117,7 @@ class SimRank:
         self.cohort = reach.cohort
         self.clock_jump_ms = 0
         self.stopped_until = 0
-        self.pace = 1  # it acts once in so many ticks
+        self.pace = 1  # ticks from one turn to the next
         self.cut_out_at = -1
         """When the coordinator last had no place for this rank."""
         self.greeted = 0
@@ -234,7 +234,7 @@ class SimRank:
         The session's thread never hears an older one after a newer one.
         """
         if isinstance(message, Stop):
-            raise Violation(f"rank {self.rank} was told to stop: {message.reason}")
+            raise Violation(f"rank {self.rank} got the order to stop: {message.reason}")
         if number >= self._newest:
             self._newest = number
             self._unheard.append(message)

@@ -20,10 +20,10 @@ from tests.simulation.world import FAILURES
 
 HOWS = (EXIT_SEEN, SILENT, STUCK)
 SHARE = 3
-"""One of so many points is tried by default."""
+"""The default run tries one point of this number."""
 
 MIXED = Switch("tp4+tp2+dp2", "dp2+tp2+tp4", Carry.RESHARD)
-"""Each rank changes its role: leaders, followers and ranks alone, before and behind."""
+"""Each rank changes its role: leaders, followers and ranks alone, before and after."""
 SWITCHES = (
     MIXED,
     Switch("dp8", "tp8", Carry.RESHARD),

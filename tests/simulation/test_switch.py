@@ -48,7 +48,7 @@ FOUND_BY = {
     "hand nothing over": 1,
     "copies do not wait for steps": 3,
     "steps of lost groups count": 12,
-    "lost leases are not told": 15,
+    "nobody hears of lost leases": 15,
     "spoiled tasks go on": 15,
     "tasks go on without their last tokens": 1,
 }

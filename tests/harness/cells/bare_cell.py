@@ -363,7 +363,7 @@ class TaskClient:
         return self.streams[name]
 
     def submitted(self, name: str) -> Submit:
-        """Return what was last submitted for a task: again, with its tokens, after a loss."""
+        """Return the last submission of a task; after a loss it holds the delivered tokens."""
         return self._submitted[TaskId(name + self._tag)]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:

@@ -1,5 +1,6 @@
 """Random requests for runs that switch while they are served: one seed, one request."""
 
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -77,3 +78,9 @@ def vllm_settings(params: dict[str, Any]) -> dict[str, Any]:
     if regex is not None:
         settings["structured_outputs"] = StructuredOutputsParams(regex=regex)
     return settings
+
+
+def wanted_cases(count: int) -> list[Case]:
+    """Cases of the first seeds, or of those in AILERON_RESHARD_SEEDS, such as 17 or 100-199."""
+    first, _, last = os.environ.get("AILERON_RESHARD_SEEDS", f"0-{count - 1}").partition("-")
+    return [draw_case(seed) for seed in range(int(first), int(last or first) + 1)]

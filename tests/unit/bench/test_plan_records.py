@@ -50,7 +50,7 @@ def test_a_recorded_start(name: str, parts: int, whole: int) -> None:
     widths = tuple(width for width in (1, 2, 4) if width <= ranks)
     division = Division(ranks, widths, parts, "ffn", whole)
     plan = plan_cell(facts, device_of(given, "cuda", H200_BYTES, ranks), division)
-    print(f"{name}: KV {plan.kv_bytes / measured['kv']:.4f} of what was measured")
+    print(f"{name}: KV {plan.kv_bytes / measured['kv']:.4f} of the measurement")
     assert plan.fits
     assert plan.held.weights == pytest.approx(measured["weights"], rel=WEIGHTS_AGREE)
     assert plan.kv_bytes == pytest.approx(measured["kv"], rel=AGREES)
