@@ -30,7 +30,6 @@ from tests.harness.cells.lost_ranks import (
 
 pytestmark = [pytest.mark.timeout(400)]
 
-CUDA_ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "64"]
 RANKS = 2
 STREAMS = 16
 TOKENS = 300
@@ -40,7 +39,7 @@ FEW_TOKENS = 40
 LEASE_MS, LOST_AFTER_MS = 2_500, 3_000
 SILENT_S = LOST_AFTER_MS / 1e3
 PAUSE_LIMIT_S = {"cuda": 3.0, "cpu": 12.0}
-"""What is promised behind detection; on CPU a machine with other work to do may miss that."""
+"""What is promised after detection; on CPU a machine with other work to do may miss that."""
 
 
 @pytest.fixture(
@@ -51,7 +50,7 @@ def cell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BareCell]:
     device = request.param
-    engine, limits = devices.cell_on(device, RANKS, CUDA_ENGINE)
+    engine, limits = devices.cell_on(device, RANKS, devices.CUDA_ENGINE)
     folder = tmp_path_factory.mktemp("lost")
     with bare_cell(
         folder,

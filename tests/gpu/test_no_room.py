@@ -26,7 +26,6 @@ from tests.harness.faults.oom_worker import FOLDER, STEP
 
 pytestmark = [pytest.mark.timeout(400)]
 
-CUDA_ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "64"]
 RANKS = 2
 TOKENS = 700
 PAUSE_LIMIT_S = 3.0
@@ -44,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cell(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BareCell]:
-    engine, limits = devices.cell_on(request.param, RANKS, CUDA_ENGINE)
+    engine, limits = devices.cell_on(request.param, RANKS, devices.CUDA_ENGINE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
         with bare_cell(

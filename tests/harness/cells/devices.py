@@ -13,6 +13,12 @@ BOTH = (
 )
 """Where a test of GPUs runs: on CPU by `make chaos`, which shows that it can be trusted."""
 KV_BYTES = 512 << 20
+CUDA_ENGINE = (
+    *("--max-model-len", "1024", "--max-num-seqs", "64"),
+    *("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(4 << 30)),
+)
+"""Options of a rank that has a GPU. The memory for KV is given, so that nothing is measured while
+other tests take and free memory of the same GPUs."""
 CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 
 

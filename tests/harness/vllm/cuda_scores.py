@@ -8,22 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.harness.cells import devices
 from tests.harness.cells.bare_cell import BareCell, TaskClient
 from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.static_process import run_static
 
-ENGINE = [
-    "--logprobs-mode",
-    "raw_logits",
-    "--max-logprobs",
-    "-1",
-    "--max-model-len",
-    "1024",
-    "--gpu-memory-utilization",
-    "0.3",
-    "--max-num-seqs",
-    "64",
-]
+ENGINE = [*devices.CUDA_ENGINE, "--logprobs-mode", "raw_logits", "--max-logprobs", "-1"]
 SCORED = 600
 NUMBERS = itertools.count()
 
