@@ -1,7 +1,8 @@
 """`python -m tests.harness.runs.coverage_run COMMAND...`: the product's lines that a run executes.
 
 Every Python process that the command starts or forks measures itself. Lines that only a process
-executes which is killed by SIGKILL are lost, so the figure is a lower bound.
+executes which is killed by SIGKILL are lost, so the figure is a lower bound. The simulation's ranks
+are greenlets: were coverage not to know, it would count their lines in wrong files.
 """
 
 import os
@@ -17,6 +18,7 @@ PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadg
 SETTINGS = """
 [run]
 parallel = True
+concurrency = thread,greenlet
 data_file = {folder}/lines
 source =
 {sources}
