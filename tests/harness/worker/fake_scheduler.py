@@ -357,7 +357,8 @@ class FakeScheduler:
         self._gone.update(name for name in request_ids if name in self.requests)
 
     def tidy(self) -> None:
-        for name in list(self._gone):
+        # Not in the order of the set, which differs from process to process: blocks become free.
+        for name in [name for name in self.requests if name in self._gone]:
             self._remove(name)
 
     # ------------------------------------------------------------------ migration
