@@ -25,12 +25,12 @@ class Long:
 
 
 LONG = {
-    "narrow": Long(NARROW, range(100, 520)),
+    "narrow": Long(NARROW, range(100, 940)),
     "wide": Long(WIDE, range(60, 116)),
-    "parts": Long(PARTS, range(50, 134)),
+    "parts": Long(PARTS, range(50, 176)),
     "borrow": Long(BORROW, range(25, 109)),
 }
-"""A seventh of each: 60 at 0.23 s, 8 at 0.3 s, 12 and 12 at 0.3 s of a core are some 23 s."""
+"""A seventh of each: 120 at 0.15 s, 8, 18 and 12 at 0.2 s of a core are some 26 s."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of
 from tests.simulation.world import FAILURES, World
 
-SEEDS = 25
+SEEDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
         "one_way": 50,
         "clock_jumps": 10,
         "slowed": 10,
-        "meetings": 4,
+        "meetings": 10,
         "drifts": 20,
         "left_out": 5,
         "restored": 1,
