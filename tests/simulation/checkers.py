@@ -42,19 +42,28 @@ class MoveChecker:
     """All ranks that take part in a move agree on its outcome, and on what a group starts from.
 
     Where all ranks and the coordinator are new processes, epochs begin again. A commit of which
-    only processes knew that have ended is forgotten.
+    only processes knew that have ended is forgotten. So is one that no rank could tell a new
+    coordinator of while it recovered: those that wait for a peer in a step greet nobody. Tasks go
+    on under later attempts then, so what such ranks lead counts for nobody.
     """
 
     def __init__(self) -> None:
-        self._outcomes: dict[Hashable, list[tuple[SimRank, bool]]] = {}
+        self._outcomes: dict[Hashable, list[tuple[SimRank, bool, int]]] = {}
+        """Who resolved a move, how, and under which coordinator."""
         self._moved_in: dict[Binding, tuple[int, ...]] = {}
 
     def resolved(self, process: "SimRank", directive: Directive, is_committed: bool) -> None:
         epoch = directive.stage.epoch
         move = epoch, directive.target, directive.members
         outcomes = self._outcomes.setdefault(move, [])
-        outcomes.append((process, is_committed))
-        living = {was for each, was in outcomes if each.world.ranks[each.rank] is each}
+        world = process.world
+        outcomes.append((process, is_committed, world.cores))
+        living = {
+            was
+            for each, was, core in outcomes
+            if world.ranks[each.rank] is each
+            and (core == world.cores or (each.rank, each.incarnation) in world.recovered_from)
+        }
         check(living == {is_committed}, f"one rank commits the move of {epoch}, another does not")
 
     def joined(self, binding: Binding, moved_in: tuple[int, ...]) -> None:

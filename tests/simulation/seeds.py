@@ -47,6 +47,7 @@ class Found:
 
 FOUND = (
     Found(66, NARROW, "a process stands still between its look at its lease and its step"),
+    Found(1_000_146, NARROW, "no rank that has committed a move can tell a new coordinator of it"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
 )
 

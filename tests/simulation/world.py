@@ -125,6 +125,8 @@ class World:
         self.core: Core | None = None
         self.cores = 0
         """Coordinators that were started so far."""
+        self.recovered_from: set[tuple[Rank, int]] = set()
+        """(rank, incarnation) of those that greeted the newest one while it recovered."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
@@ -240,6 +242,7 @@ class World:
         self.cores += 1
         self.core_clock_ms = self.trouble.origin_ms()
         self.core = Core(self.settings, f"core-{self.cores}", self._core_now_ms)
+        self.recovered_from.clear()
 
     def stop_core(self) -> None:
         self.core = None
@@ -345,6 +348,8 @@ class World:
 
     def _open(self, peer: Rank | str, session: Session, opened: Event) -> None:
         self._peers[peer] = session
+        if isinstance(opened, RankOpened) and self.core and self.core.views.is_recovering:
+            self.recovered_from.add((opened.hello.rank, opened.hello.incarnation))
         self.core_event(opened)
 
     def push_tokens(
