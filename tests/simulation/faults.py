@@ -220,8 +220,13 @@ class Faults:
                 self.kill(world, mate)
         self._restart_at |= dict.fromkeys(block, max(self._restart_at[each] for each in block))
 
+    def give_up(self, world: "World", rank: Rank) -> None:
+        """Let a rank's process end itself, and with it those that cannot serve without it."""
+        self.kill(world, rank)
+        self._fall(world, rank)
+
     def kill(self, world: "World", rank: Rank) -> None:
-        """End a rank's process, as its watchdog does, and let the launcher see it."""
+        """End a rank's process alone, and let the launcher see it."""
         world.crash(rank)
         self._restart_at[rank] = world.now + 30
         self._exit_at[rank] = world.now + 2

@@ -48,6 +48,7 @@ class Found:
 FOUND = (
     Found(66, NARROW, "a process stands still between its look at its lease and its step"),
     Found(1_000_146, NARROW, "no rank that has committed a move can tell a new coordinator of it"),
+    Found(1_000_552, BORROW, "a watchdog ends one rank, and those that share its copy live on"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
 )
 

@@ -191,7 +191,7 @@ class SimRank:
             except (PeerLostError, NoRoomError, MoveError) as error:
                 self.world.say(f"rank {self.rank} ends: {error}")
                 self.world.stats.given_up += 1
-                self.world.faults.kill(self.world, self.rank)
+                self.world.faults.give_up(self.world, self.rank)
                 return
         raise Violation(f"rank {self.rank} makes passes without end: {self.core!r}")
 
@@ -216,7 +216,7 @@ class SimRank:
             raise Violation(f"rank {self.rank} makes no progress: {self.core!r}")
         self.world.say(f"rank {self.rank} is stuck: {self.core!r}")
         self.world.stats.stuck += 1
-        self.world.faults.kill(self.world, self.rank)
+        self.world.faults.give_up(self.world, self.rank)
         return True
 
     def _abort(self, lost: Loss) -> None:
