@@ -35,6 +35,9 @@ WARM = ("--concurrency", "8", "--requests", "32", "--output-tokens", "fixed:32")
 DEFAULTS = ", defaults"
 """End of the name of a server that runs as `vllm serve` with its own defaults."""
 
+EVIDENCE = ("decisions", "step_times", "out_of_service", "ranks", "gateways")
+"""What the report stores of the admin API's answers on decisions and status."""
+
 SET_FOR_DEFAULTS = ("load_format", "max_model_len", "gpu_memory_utilization", "quantization")
 
 
@@ -80,6 +83,7 @@ def command_of(name: str, model: Path, options: argparse.Namespace, port: int, a
             *("--ranks", str(options.ranks), "--device", options.device),
             *("--policy", "adaptive", "--port", str(port), "--admin-port", str(admin)),
             *(() if log is None else ("--observation-log", str(log.absolute()))),
+            *(() if options.gateways is None else ("--gateways", str(options.gateways))),
             *("--", *as_arguments(engine)),
         ]
     program = "from vllm.entrypoints.cli.main import main; main()"
@@ -105,11 +109,13 @@ def load(url: str, options: list[str], out: Path) -> dict[str, Any]:
     return report
 
 
-def decisions(admin: int) -> list[dict[str, Any]]:
-    """What the policy has changed so far, and why."""
-    with urlopen(f"http://127.0.0.1:{admin}/admin/decisions?last=1000", timeout=10) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["decisions"]
-    return [each for each in found if each["changes"]]
+def policy_evidence(admin: int) -> dict[str, Any]:
+    """What the policy decided so far and why, changes or not, and what it knew of its cell."""
+    found: dict[str, Any] = {}
+    for name in ("decisions?last=1000", "status"):
+        with urlopen(f"http://127.0.0.1:{admin}/admin/{name}", timeout=10) as answer:
+            found |= json.load(answer)
+    return {name: found[name] for name in EVIDENCE}
 
 
 def served(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def served(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any
                     shaped += ["--admin-url", f"http://127.0.0.1:{admin}"]
                 found[preset] = load(url, shaped, out)
                 if is_ours:
-                    found[preset]["decisions"] = decisions(admin)
+                    found[preset] |= policy_evidence(admin)
     return found
 
 
@@ -150,6 +156,7 @@ def main() -> int:
     parser.add_argument("--length-scale", type=float, default=1.0)
     parser.add_argument("--warm-tokens", type=int, default=512, help="of the warm-up's prompts")
     parser.add_argument("--memory-share", type=float, default=0.85)
+    parser.add_argument("--gateways", type=int, metavar="N", help="gateway processes of aileron")
     parser.add_argument("--only", nargs="+", default=[], metavar="SERVER")
     parser.add_argument(
         "--observations", type=Path, metavar="FILE", help="what aileron saw, for `aileron replay`"

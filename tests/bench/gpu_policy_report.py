@@ -82,6 +82,7 @@ def section_of(preset: str, reports: Reports, ranks: int) -> list[str]:
     reasons = [
         f"- {each['choice']}: {each['reason']}."
         for each in reports.get(OURS, {}).get("decisions", ())
+        if each["changes"]
     ]
     if reasons:
         said += ["", "What the policy changed, in order:", "", *reasons]
