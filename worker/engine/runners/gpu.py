@@ -23,6 +23,7 @@ from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.views import KVBuffer
 from worker.engine.config import sparse
+from worker.engine.runners.workspace import lock_workspace, open_workspace
 from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, give_lists
 from worker.engine.scheduling.token_rows import take_arrays
 from worker.engine.sequence_parallel.exchange import Exchange
@@ -244,8 +245,13 @@ class GpuModeRunner(GPUModelRunner):
         return working, int((expected - working) * (1 + more / max(1, len(sizes))))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture; in a trial, record the size of the first graph."""
+        """Capture; in a trial, record the size of the first graph.
+
+        The workspace stays open until `warm` has computed in every mode.
+        """
+        open_workspace()
         taken = int(super().capture_model(profile_only=profile_only))
+        open_workspace()
         samples = getattr(self.cudagraph_manager, "_capture_mem_samples", None)
         if profile_only and samples:
             self._first_graph_bytes = max(0, int(samples[0]))
@@ -277,5 +283,6 @@ class GpuModeRunner(GPUModelRunner):
             self._dummy_run(self.max_num_tokens)
         self.use(self._first)
         warmup_kernels(self, self.execute_model, self.sample_tokens)
+        lock_workspace()
         # Sampling for the maximum number of tasks took a gigabyte that is not needed soon.
         torch.accelerator.empty_cache()
