@@ -163,17 +163,18 @@ def pace_tokens(
 
 
 def sizes_to_measure(
-    tokens_max: int, modes: Iterable[StepMode], *, borrows: bool = False
+    tokens_max: int, modes: Iterable[StepMode], *, all_sizes: bool = False
 ) -> tuple[int, ...]:
     """Return the step sizes to time: powers of four up to the largest scheduled step.
 
     Steps of two where sp usually overtakes tp. Without a choice of modes both ends suffice, plus a
     large batch of decodes if the largest is far away: their tokens cost less than a prompt's. Not
-    so where a rank `borrows`: the times are flat up to some size, which may be any.
+    so with `all_sizes`, for modes whose times are flat up to some size, or are compared with those
+    of a mode that has all sizes: a line through other sizes lies elsewhere.
     """
     ladder = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384]
     inside = [size for size in ladder if size < tokens_max]
-    if borrows or any(mode not in (Mode.DP, Mode.TP) for mode in modes):
+    if all_sizes or any(mode not in (Mode.DP, Mode.TP) for mode in modes):
         return (*inside, tokens_max)
     return (1, 256, tokens_max) if tokens_max > 1024 else (*inside[:1], tokens_max)
 

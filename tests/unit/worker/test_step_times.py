@@ -106,7 +106,7 @@ def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
     assert sizes_to_measure(64, (Mode.TP, Mode.SP)) == (1, 4, 16, 64)
     assert sizes_to_measure(2048, (Mode.DP,)) == (1, 256, 2048)
     assert sizes_to_measure(512, (Mode.DP,)) == (1, 512)
-    assert sizes_to_measure(2048, (Mode.DP,), borrows=True) == (1, 4, 16, 64, 256, 1024, 2048)
+    assert sizes_to_measure(2048, (Mode.DP,), all_sizes=True) == (1, 4, 16, 64, 256, 1024, 2048)
 
 
 def test_floors_are_reported_for_the_modes_that_have_one() -> None:
