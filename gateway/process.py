@@ -32,6 +32,7 @@ from gateway.admission.keyring import KeyRing
 from gateway.admission.rates import RateLimits
 from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import SharedStorage
+from gateway.admission.sibling_answers import SiblingAnswers
 from gateway.batches.api import batch_routes
 from gateway.batches.setup import set_up_batches
 from gateway.config_reload import ConfigReload, targets_of
@@ -89,8 +90,12 @@ class Gateway:
         run_dir: Path,
         listener: socket.socket,
         announce: Announce,
+        answers: Path | None = None,
     ) -> None:
-        """Bind the token socket and connect the parts; call it in the event loop."""
+        """Bind the token socket and connect the parts; call it in the event loop.
+
+        `answers` is the file of answers that this process shares with siblings.
+        """
         self._config = config = file.config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
@@ -121,7 +126,8 @@ class Gateway:
         )
         url = config.gateway.rate_limit_storage
         storage = SharedStorage(url, away=self._meter.storage_away)
-        self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage)
+        siblings = None if answers is None else SiblingAnswers(answers)
+        self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage, siblings)
         own_caches = config.gateway.keys_file and not config.gateway.share_prefix_cache
         self._salts = CacheSalts(token) if own_caches else None
         self._batches = set_up_batches(config.batches, name, self._answer_line)
@@ -386,10 +392,11 @@ async def _run(
     fork_server: ForkServer,
     listener: socket.socket,
     announce: Announce,
+    answers: Path | None,
 ) -> None:
     folder = file.config.run_dir or None
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=folder) as run_dir:
-        gateway = Gateway(file, token, Path(run_dir), listener, announce)
+        gateway = Gateway(file, token, Path(run_dir), listener, announce, answers)
         await gateway.run(front_end, fork_server)
 
 
@@ -421,23 +428,25 @@ def serve(file: ConfigFile, token: str) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
+    def run(announce: Announce, host: str, port: int, answers: Path | None = None) -> None:
         # Fork before threads and sockets exist, so that no child inherits any.
         fork_server = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
-        own = listen(host, port, shared=shared)
-        _run_loop(gateway.loop, _run(file, token, front_end, fork_server, own, announce))
+        own = listen(host, port, shared=answers is not None)
+        _run_loop(gateway.loop, _run(file, token, front_end, fork_server, own, announce, answers))
 
     if gateway.processes == 1:
-        run(say, gateway.host, gateway.port, shared=False)
+        run(say, gateway.host, gateway.port)
         return 0
     # Detect another server on the port before the children share it.
     with listen(gateway.host, gateway.port) as probe:
-        address = probe.getsockname()[:2]
+        host, port = probe.getsockname()[:2]
     # This socket never listens. It keeps the port reserved while children restart.
-    keeper = listen(*address, shared=True)
+    keeper = listen(host, port, shared=True)
 
-    def run_one(announce: Announce) -> None:
-        keeper.close()
-        run(announce, *address, shared=True)
+    with tempfile.TemporaryDirectory(prefix="gateways-", dir=config.run_dir or None) as folder:
 
-    return PreforkServer(gateway.processes, run_one).run(say)
+        def run_one(announce: Announce) -> None:
+            keeper.close()
+            run(announce, host, port, Path(folder) / "answers.sqlite")
+
+        return PreforkServer(gateway.processes, run_one).run(say)

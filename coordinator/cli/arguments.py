@@ -191,7 +191,13 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
     add("--admin-port", type=int, help="admin port, 0 for any free one; default: 8001")
-    add("--gateways", type=int, metavar="N", help="gateway processes on that port; default: 1")
+    add(
+        "--gateways",
+        type=int,
+        metavar="N",
+        help="gateway processes on that port; default: 2 for each GPU as far as a quarter of the "
+        "cores suffices, and 1 on CPU or with keys that no Redis counts",
+    )
     add("--keys", type=Path, metavar="FILE", help="require the API keys of this file (aileron key)")
     add(
         "--insecure-no-auth",

@@ -28,6 +28,13 @@ DEMO_ENGINE_ARGS = (
 CPU_RANKS = 2
 """Ranks on a machine without GPUs; more would only share the same cores."""
 
+GATEWAYS_PER_RANK = 2
+"""Gateway processes for each GPU. One streams about 9,000 tokens a second, and two H200s make more
+than that of an 8B model: the first token then waits for the gateway."""
+CORES_PER_GATEWAY = 4
+"""A core is for a gateway where the machine has this many for it; ranks need most of them."""
+MEMORY = "memory://"
+
 OWN_OPTIONS = {
     "--model": "--model before the --",
     "--tensor-parallel-size": "--ranks, --widths and --layout",
@@ -52,18 +59,25 @@ class Machine:
     run_dir: str
     state_dir: str
     """This user's folder for data that outlives a run."""
+    cores: int = 1
+    """How many the processes of the cell may use."""
 
 
 def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     """Return the configuration of every process; raises `CliError` with one sentence."""
     try:
-        base = load_config(options.config).model_dump() if options.config else _empty()
+        file = load_config(options.config) if options.config else None
     except ConfigError as error:
         raise CliError(str(error), USAGE_STATUS) from error
+    base = _empty() if file is None else file.model_dump()
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
     _set_policy(base["policy"], options)
     _set_addresses(base, options, machine.free_ports)
+    if options.gateways is not None:
+        base["gateway"]["processes"] = options.gateways
+    elif file is None or "processes" not in file.gateway.model_fields_set:
+        base["gateway"]["processes"] = _usual_gateways(base["cell"], base["gateway"], machine.cores)
     _set_log(base, options)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
@@ -213,8 +227,6 @@ def _set_addresses(
     base["cell"]["dist_port"] = base["cell"].get("dist_port") or rendezvous
     if options.host is not None:
         base["gateway"]["host"] = options.host
-    if options.gateways is not None:
-        base["gateway"]["processes"] = options.gateways
     if options.keys is not None:
         base["gateway"]["keys_file"] = str(options.keys.absolute())
     if options.insecure_no_auth:
@@ -226,6 +238,20 @@ def _set_addresses(
         port = base[section].get("port") if wanted is None else wanted
         if port is not None:
             base[section]["port"] = port or any_free
+
+
+def _usual_gateways(cell: Mapping[str, Any], gateway: Mapping[str, Any], cores: int) -> int:
+    """Return the number of gateway processes: more than one only where nothing speaks against it.
+
+    Without Redis each process would count a key's requests for itself. Several processes cannot
+    listen on one port for tokens, and take several ports for metrics.
+    """
+    counts = gateway.get("keys_file") and gateway.get("rate_limit_storage", MEMORY) == MEMORY
+    has_address = not gateway.get("token_listen", ":0").endswith(":0")
+    if cell["device"] != "cuda" or counts or has_address or gateway.get("metrics_listen"):
+        return 1
+    ranks: int = cell["ranks"]
+    return max(1, min(GATEWAYS_PER_RANK * ranks, cores // CORES_PER_GATEWAY))
 
 
 def _powers_of_two(upto: int) -> tuple[int, ...]:

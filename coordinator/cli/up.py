@@ -33,6 +33,7 @@ from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
+from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
@@ -57,7 +58,9 @@ def run_up(options: argparse.Namespace) -> int:
     grpc, rendezvous, serving, admin = free_ports(4)
     run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
     ports = (grpc, rendezvous, serving, admin)
-    machine = Machine(len(gpu_names()), ports, str(run_dir), str(state_folder()))
+    machine = Machine(
+        len(gpu_names()), ports, str(run_dir), str(state_folder()), cores=usable_cores()
+    )
     reason: str | None = None
     own_keys = run_dir / "keys.yaml"
     try:

@@ -2,8 +2,9 @@
 
 A gateway that begins a request claims its key in Redis, and later replaces the claim by the answer.
 A second request with the key gets the answer, or is refused while there is none. Each gateway also
-keeps its own answers in an `IdempotencyCache`, for times when Redis is slow or away. The claim of a
-dead gateway lasts as long as OpenAI's clients wait for an answer. Called by the edge.
+keeps its own answers, for times without Redis or when it is slow or away: in an `IdempotencyCache`,
+or with its siblings in `SiblingAnswers`. The claim of a dead gateway in Redis lasts as long as
+OpenAI's clients wait for an answer. Called by the edge.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from gateway.admission.idempotency import (
     used_for_another,
 )
 from gateway.admission.shared_storage import SharedStorage, StorageAwayError, WaitBudget
+from gateway.admission.sibling_answers import SiblingAnswers
 from gateway.errors import ApiError
 
 CLAIM_S: Final = 600
@@ -47,9 +49,12 @@ _decode = msgspec.msgpack.Decoder(_Stored).decode
 class SharedIdempotencyCache:
     """One gateway's view of the shared answers."""
 
-    def __init__(self, storage: SharedStorage) -> None:
+    def __init__(
+        self, storage: SharedStorage, local: IdempotencyCache | SiblingAnswers | None = None
+    ) -> None:
+        """`local` is where answers are kept without Redis; by default in this process's memory."""
         self._storage = storage
-        self._local = IdempotencyCache()
+        self._local = local or IdempotencyCache()
         self._gateway = secrets.token_hex(8)
         self._claims: dict[Place, bytes] = {}
         """Requests that this gateway has claimed in Redis and is answering."""
@@ -89,6 +94,8 @@ class SharedIdempotencyCache:
 
     async def close(self) -> None:
         """Close the connection."""
+        if isinstance(self._local, SiblingAnswers):
+            self._local.close()
         if self._redis is not None:
             await self._redis.aclose()
 

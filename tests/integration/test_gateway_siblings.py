@@ -116,3 +116,21 @@ async def test_a_stream_of_another_process_does_not_notice(
     assert all(isinstance(end, httpx.TransportError) for end in broken), broken
     assert 0 < len(broken) < len(work)
     assert gateway.wait(20) == 0
+
+
+async def test_a_repeated_request_gets_its_answer_from_whichever_process_it_reaches(
+    gateway: GatewayProcess, cell: FakeCell
+) -> None:
+    async def answer(ran: Ran) -> None:
+        ran.tokens(0, [600, 601], "length")
+
+    cell.behave = answer
+    body, headers = {**CHAT, "stream": False}, {"Idempotency-Key": "once"}
+    answers = []
+    for _ in range(CONNECTIONS):
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+            answers.append(await client.post("/v1/chat/completions", json=body, headers=headers))
+    assert {(each.status_code, each.content) for each in answers} == {(200, answers[0].content)}
+    assert len(cell.of(Submit)) == 1
+    repeated = [each.headers.get("idempotent-replayed") for each in answers]
+    assert repeated == [None, *["true"] * (CONNECTIONS - 1)]
