@@ -15,7 +15,7 @@ import zmq
 from coordinator.protocol import wire
 from coordinator.protocol.token_curve import with_public_key
 from gateway.engine.wire import ENGINE_IDENTITY
-from gateway.token_curve import TokenGuard
+from gateway.relay.token_curve import TokenGuard
 
 BURST_MESSAGES = 64
 """Most messages handled before the loop gets to run other work."""

@@ -17,6 +17,8 @@ FILE_LINES_TYPICAL_MAX = 500
 FILE_LINES_MAX = 700
 LONG_FILES: dict[str, str] = {}
 """Why each file of more than `FILE_LINES_TYPICAL_MAX` lines is not two; entries only leave."""
+TOP_MODULES_MAX = 8
+"""Modules at a package's top besides `__init__` and `__main__`; more of them want rooms."""
 FILES_MIN = 700
 """So many there are at least: a search that finds nothing would find no fault either."""
 TEXT_BYTES_MAX = 1024 * 1024
@@ -120,6 +122,12 @@ def test_functions_are_short() -> None:
         if lines > FUNCTION_LINES_MAX
     ]
     assert not long
+
+
+def test_few_modules_stand_at_the_top_of_a_package() -> None:
+    for package in PACKAGES:
+        found = [path.name for path in (ROOT / package).glob("*.py") if path.stem[:2] != "__"]
+        assert len(found) <= TOP_MODULES_MAX, (package, sorted(found))
 
 
 def test_modules_say_what_they_are() -> None:

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import RankMailbox
 from comm_pool.plan import CommunicatorPlan
+from kvadaptor.transfer.mailbox import RankMailbox
 from tests.harness.worker.fake_engine import FakeCell, FakeKV
 from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
 from tests.simulation.sim_kv import SimKV

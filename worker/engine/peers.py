@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
-from comm_pool.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
+from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.movers import PeerMover, make_mover
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import KVBuffer

@@ -22,10 +22,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.cpu.cell_memory import host_kv_name
 from comm_pool.layout import Mode, Rank, StepMode
-from comm_pool.mailbox import RankMailbox
 from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
+from kvadaptor.transfer.mailbox import RankMailbox
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.engine.calibrate import measure_steps, settle_parts

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.terms import Carry
+from kvadaptor.transfer.mailbox import RankMailbox
 
 if TYPE_CHECKING:
     from worker.rank.runtime import GroupRuntime

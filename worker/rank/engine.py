@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from comm_pool.layout import Group, Rank, StepMode
-from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.terms import TaskId
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
+from kvadaptor.transfer.mailbox import RankMailbox
 from kvadaptor.transfer.rounds import Finish, Round
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.step_log import PlannedStep

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode
-from comm_pool.mailbox import RankMailbox
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
+from kvadaptor.transfer.mailbox import RankMailbox
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, Round
 from tests.harness.worker.fake_scheduler import (

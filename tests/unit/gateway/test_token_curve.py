@@ -10,7 +10,7 @@ from zmq.utils import z85
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import TokenBatch
 from coordinator.protocol.token_curve import rank_secret_key, split_address, with_public_key
-from gateway.token_curve import TokenGuard
+from gateway.relay.token_curve import TokenGuard
 from worker.io.token_publisher import TokenPublisher
 
 TOKEN = "a-secret-for-tests-only"

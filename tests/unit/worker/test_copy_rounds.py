@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
-from comm_pool.mailbox import GAVE_UP, RankMailbox
 from coordinator.protocol.terms import Binding
 from kvadaptor.reshard.terms import ReshardPlan, UnitCopies
+from kvadaptor.transfer.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, MoveError
 from tests.harness.worker.fake_engine import FakeCell

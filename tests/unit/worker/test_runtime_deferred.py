@@ -5,9 +5,9 @@ from typing import Any, cast
 import pytest
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import GAVE_UP
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Phase
+from kvadaptor.transfer.mailbox import GAVE_UP
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank

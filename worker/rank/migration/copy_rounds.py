@@ -15,8 +15,8 @@ import numpy as np
 import structlog
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.reshard.terms import UnitCopies
+from kvadaptor.transfer.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import by_source
 from worker.io.host import HOST, Host

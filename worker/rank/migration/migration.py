@@ -13,12 +13,12 @@ import numpy as np
 import structlog
 
 from comm_pool.layout import Group, Mode, Rank
-from comm_pool.mailbox import GAVE_UP, MailboxFullError, RankMailbox
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
 from kvadaptor.reshard.terms import ReshardError
+from kvadaptor.transfer.mailbox import GAVE_UP, MailboxFullError, RankMailbox
 from worker.rank.engine import EngineMode, EngineScheduler
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (

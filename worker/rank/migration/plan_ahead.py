@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import structlog
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
+from kvadaptor.transfer.mailbox import RankMailbox
 from worker.rank.engine import Engine
 from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
 

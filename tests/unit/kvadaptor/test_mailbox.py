@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from comm_pool import mailbox as board_module
-from comm_pool.mailbox import (
+from kvadaptor.transfer import mailbox
+from kvadaptor.transfer.mailbox import (
     FOLDER,
     GAVE_UP,
     MAILBOX_BYTES,
@@ -142,10 +142,10 @@ def test_a_failed_start_leaves_no_name() -> None:
     def gather(own: Any) -> Any:
         raise RuntimeError("a peer died")
 
-    before = set(Path(board_module.FOLDER).iterdir())
+    before = set(Path(mailbox.FOLDER).iterdir())
     with pytest.raises(RuntimeError, match="a peer died"):
         open_mailboxes(0, gather)
-    assert set(Path(board_module.FOLDER).iterdir()) <= before
+    assert set(Path(mailbox.FOLDER).iterdir()) <= before
 
 
 def _publish_many(mailbox: RankMailbox, epochs: int) -> None:
