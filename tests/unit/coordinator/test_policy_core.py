@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+import pytest
+from msgspec import structs
+
 from comm_pool.layout import Rank
 from coordinator.model.events import (
     ForecastMade,
@@ -14,9 +17,11 @@ from coordinator.model.events import (
 )
 from coordinator.model.policy_settings import PolicyStart
 from coordinator.model.settings import CoreSettings
+from coordinator.protocol.messages.rank import RankHello
+from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.terms import Carry
 from tests.harness.coordinator.policy_cells import SETTINGS, TIMES, decisions, serving, wait
-from tests.transcripts.cell import Cell
+from tests.transcripts.cell import Cell, ObedientRank
 
 
 def test_an_idle_cell_goes_wide_by_itself_and_says_why() -> None:
@@ -30,6 +35,47 @@ def test_an_idle_cell_goes_wide_by_itself_and_says_why() -> None:
     assert {each["layout"] for each in changed[0]["candidates"]} >= {"dp4", "tp2+tp2", "tp4"}
     switches: Any = cell.core.views.switches(1)["switches"]
     assert switches[0]["cause"] == "policy"
+
+
+DP_CURVE = (
+    *((1, 4_700), (4, 4_700), (16, 4_750), (64, 5_000), (256, 6_600)),
+    *((1_024, 28_500), (2_048, 56_000), (4_096, 112_000), (8_192, 225_000)),
+)
+TP_CURVE = (
+    *((1, 3_400), (4, 3_420), (16, 3_450), (64, 3_600), (256, 4_500)),
+    *((1_024, 15_500), (2_048, 29_000), (4_096, 57_000), (8_192, 115_000)),
+)
+SP_CURVE = (
+    *((1, 4_900), (4, 4_900), (16, 4_950), (64, 5_000), (256, 6_300)),
+    *((1_024, 14_500), (2_048, 27_000), (4_096, 52_000), (8_192, 102_000)),
+)
+"""About what steps of an 8B model take on two H200s, in microseconds by tokens."""
+
+
+def test_an_idle_cell_goes_wide_by_what_its_ranks_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without given step times, and before any step was served."""
+    curves = (("tp", TP_CURVE), ("sp", SP_CURVE))
+    times = (WidthTimes(1, (("dp", DP_CURVE),)), WidthTimes(2, curves, 2_048))
+    plain = ObedientRank.hello
+
+    def hello(rank: ObedientRank, *given: Any, **named: Any) -> RankHello:
+        found = structs.replace(plain(rank, *given, **named), max_tasks=256, step_times=times)
+        tokens = found.pages_total << 16
+        memory = (("weights", 15 << 30), ("kv", tokens << 17))
+        return structs.replace(found, tokens_per_slot=1 << 16, memory=memory)
+
+    monkeypatch.setattr(ObedientRank, "hello", hello)
+    cell = Cell("dp2", policy=PolicyStart(SETTINGS, (1, 2), {}))
+    cell.gateway()
+    cell.serve()
+    wait(cell, 3_000)
+    changed = [each for each in decisions(cell) if each["changes"]]
+    assert [each["choice"] for each in changed] == ["shift2"]
+    tpot_ms = {
+        each["layout"]: each["tiers"]["standard"]["tpot_ms"] for each in changed[0]["candidates"]
+    }
+    assert tpot_ms["dp2"] == pytest.approx(4.7, rel=0.2)
+    assert tpot_ms["shift2"] == pytest.approx(3.4, rel=0.2)
 
 
 def test_a_closed_group_is_no_candidate_and_ranks_are_renewed_for_it_while_nobody_waits() -> None:
