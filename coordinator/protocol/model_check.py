@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from coordinator.protocol.config import CellConfig, Config, ConfigError
@@ -24,7 +25,7 @@ from coordinator.protocol.model_files import (
     weight_bytes,
 )
 from coordinator.protocol.model_size import model_size
-from coordinator.protocol.model_support import Holding, refusals
+from coordinator.protocol.model_support import Holding, is_multimodal, refusals
 
 GIB = 2**30
 UTILIZATION = 0.92
@@ -75,12 +76,20 @@ def check_model(
         holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
         reasons = refusals(files.config, options, cell.device, cell.widths, holding)
         sentences = [f"{config.model.path}: {reason}" for reason in reasons]
+        if is_multimodal(files.config) and find_spec("torchvision") is None:
+            sentences.append(f"{config.model.path}: {NEEDS_TORCHVISION}")
         sentences += _too_many_whole(config, files.config)
     if not sentences and memory is not None:
         sentences = [*_too_large(config, files, size, options, memory)]
     if sentences:
         raise ConfigError(sentences[0])
     return files
+
+
+NEEDS_TORCHVISION = (
+    "vLLM's classes of multimodal models import torchvision, also for text alone: install the "
+    "build of torchvision that belongs to this torch."
+)
 
 
 def check_ranges(options: Sequence[GivenOption]) -> None:

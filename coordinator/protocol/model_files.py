@@ -48,6 +48,10 @@ _ABSENT = {
 """Hugging Face's error codes that will not pass -> what they mean."""
 
 
+_OWN = ("architectures", "model_type", "quantization_config", "compression_config")
+"""Fields that hold for the whole of a multimodal model, not for its text alone."""
+
+
 class ModelFilesError(ValueError):
     """A model that cannot be loaded; the message is one sentence."""
 
@@ -63,6 +67,12 @@ class ModelFiles:
     """Where the files are; None if they are not on this machine."""
     is_complete: bool
     """Whether all files must be there: it is a folder, or nothing can be downloaded."""
+
+    def __post_init__(self) -> None:
+        """Show the fields of a multimodal model's text as those of a text model."""
+        if self.config is not None and isinstance(text := self.config.get("text_config"), dict):
+            merged = {**text, **{name: self.config[name] for name in _OWN if name in self.config}}
+            object.__setattr__(self, "config", {**self.config, **merged})
 
 
 Fetch = Callable[[str, Mapping[str, str]], bytes]

@@ -51,7 +51,10 @@ SPECULATION = refusal("speculative decoding", "leave out --speculative-config")
 KV_CONNECTORS = refusal("KV connectors", "leave out --kv-transfer-config")
 ENCODERS = refusal("encoder-decoder models", "serve a decoder-only model")
 POOLING = refusal("pooling models", "serve a generating model")
-MULTIMODAL = refusal("multimodal models", "serve a text model")
+TEXT_ONLY = "--language-model-only"
+MULTIMODAL = refusal(
+    "multimodal models", f"add {TEXT_ONLY} to serve their text alone, or serve a text model"
+)
 RECURRENT = refusal(
     "layers with a recurrent state, which has no heads and pages to split,",
     "serve a model whose layers all have attention",
@@ -162,6 +165,8 @@ def refusals(
     """
     config = {**config, **_overrides(options)}
     yield from option_refusals(options)
+    if is_multimodal(config) and not is_on(options, TEXT_ONLY):
+        yield MULTIMODAL
     yield from _layer_refusals(config, widths)
     for name in _QUANTIZATIONS:
         if config.get(name) and not isinstance(config[name], Mapping):
@@ -218,8 +223,6 @@ def _layer_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterato
     """Yield what the layers that a config.json describes lack; the family does not matter."""
     if config.get("is_encoder_decoder"):
         yield ENCODERS
-    elif any(key in config for key in ("vision_config", "audio_config", "thinker_config")):
-        yield MULTIMODAL
     elif config.get("kv_lora_rank"):
         yield LATENT_ATTENTION
     elif _has_recurrent_layers(config):
@@ -228,6 +231,11 @@ def _layer_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterato
         yield CHUNKED_ATTENTION
     elif _has_alibi(config) and max(widths, default=1) > 1:
         yield ALIBI
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Return whether a model reads more than text."""
+    return any(key in config for key in ("vision_config", "audio_config", "thinker_config"))
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

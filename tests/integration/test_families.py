@@ -20,9 +20,10 @@ import yaml
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell, search_path
 from tests.harness.cells.servers import MODEL
 from tests.harness.cells.warm import run_module
+from tests.harness.vllm.answers import ENGINE_ARGS, answers
 from tests.harness.vllm.families import BY_SLUG, FAMILIES, REFUSED, SERVED, Family
 from tests.harness.vllm.reference_files import reference
-from tests.harness.vllm.references import FP32_TOLERANCE, LOGITS_ARGS, NEW_TOKENS
+from tests.harness.vllm.references import FP32_TOLERANCE
 from tests.harness.vllm.tiny_models import make_family
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +35,6 @@ OFTEN = (
 """Those of which no two are made of the same layers; the others are tested by `make test-long`."""
 CROSSING_TOKENS = 700
 CROSSED = ("tp2", "sp2", "dp2")
-ENGINE_ARGS = ["--dtype", "float32", *LOGITS_ARGS, "--max-num-batched-tokens", "256"]
 
 
 def cases() -> list[Any]:
@@ -67,20 +67,6 @@ async def test_family(family: Family, tmp_path: Path) -> None:
     difference = np.abs(np.subtract(moved.logprobs, calm.logprobs)).max()
     print(f"{family.name}: a stream across {CROSSED} differs by {difference:.2e}")
     assert difference < FP32_TOLERANCE
-
-
-async def answers(
-    cell: BareCell, tag: str, prompts: list[list[int]], text: list[int]
-) -> tuple[list[Stream], Any]:
-    """The first tokens after each prompt, with all logits, and the scores of a text."""
-    client = TaskClient()
-    async with client.connected(cell):
-        names = [f"{tag}-{number}" for number in range(len(prompts))]
-        for name, prompt in zip(names, prompts, strict=True):
-            client.submit(name, prompt, max_tokens=NEW_TOKENS, logprobs=-1, ignore_eos=True)
-        client.submit(f"{tag}-text", text, max_tokens=1, prompt_logprobs=0)
-        *streams, scored = await client.finish(*names, f"{tag}-text")
-    return streams, np.asarray(scored.prompt_logprobs.logprobs)[:, 0]
 
 
 async def crossed(cell: BareCell, name: str, prompt: list[int], layouts: tuple[str, ...]) -> Stream:

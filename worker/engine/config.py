@@ -197,7 +197,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, holding: Holding) -> None:
         (kv_type not in KV_TYPES, kv_type_refusal(kv_type)),
         (model.is_encoder_decoder, ENCODERS),
         (model.runner_type != "generate", POOLING),
-        (model.is_multimodal_model, MULTIMODAL),
+        (model.supports_multimodal_inputs, MULTIMODAL),
         (model.use_mla, LATENT_ATTENTION),
         (model.is_hybrid or model.is_attention_free, RECURRENT),
     ]

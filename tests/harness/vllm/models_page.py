@@ -4,6 +4,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.harness.cells.servers import ROOT
 from tests.harness.vllm.families import REFUSED, SERVED, Family
+from tests.harness.vllm.multimodal_models import MULTIMODAL
 
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """# Models
@@ -25,6 +26,18 @@ vLLM's by less than 1e-4 in `dp2`, `tp2` and `sp2`. A stream that crosses `dp2`,
 | family | architecture | what is special | dp | tp | sp | switch |
 |---|---|---|---|---|---|---|
 """
+TEXTS = """
+## Text of multimodal models
+
+`--language-model-only` serves the text of a model that also reads images or sound. Its other parts
+are not loaded, and a request with an image is refused. vLLM's classes of these models import
+torchvision, which `requirements/gpu.lock` has; on CPU, install the build that belongs to torch. The
+logits of these classes are those of the text model with the same weights, in `dp2`, `tp2` and `sp2`
+on CPU ranks, within 1e-4.
+
+| model | architecture | its text |
+|---|---|---|
+"""
 REFUSALS = """
 ## Not served in wide groups
 
@@ -38,7 +51,7 @@ TAIL = """
 
 | what | reason |
 |---|---|
-| multimodal and encoder-decoder models, pooling | not supported yet |
+| images, video and sound; encoder-decoder models, pooling | not supported yet |
 | latent attention (`kv_lora_rank`) | its KV has no heads to split |
 | recurrent layers (Mamba, linear attention, convolutions) | no heads and pages to split |
 | attention in chunks, in a context of several | vLLM gives up the pages of old chunks |
@@ -67,7 +80,8 @@ def page() -> str:
     refused = [
         f"| {each.name} | `{architecture_of(each)}` | {each.refused} |\n" for each in REFUSED
     ]
-    return "".join([HEAD, *served, REFUSALS, *refused, TAIL])
+    texts = [f"| {each.name} | `{each.architecture}` | {each.text.name} |\n" for each in MULTIMODAL]
+    return "".join([HEAD, *served, TEXTS, *texts, REFUSALS, *refused, TAIL])
 
 
 if __name__ == "__main__":
