@@ -73,6 +73,7 @@ from coordinator.tasks.placement import (
     drains,
     max_context_tokens,
     open_groups,
+    with_gains,
 )
 from coordinator.tasks.task_pool import TaskPool
 
@@ -315,7 +316,7 @@ class Core:
         effects = self._lost(self._switcher.on_tick(now_ms), now_ms)
         if self._switcher.is_speculating:
             self._stragglers.prune(self._pool.tasks.loads.of)
-        if starved := self._switcher.starved():
+        if starved := self._switcher.starved() or self._short_of_pages():
             layout = self._switcher.target.layout
             self._switcher.retarget(layout, Carry.PAUSE, "pages became free", now_ms, fresh=starved)
         for name in self._gateways.take_gone(now_ms, self._settings.gateway_gone_ms):
@@ -323,6 +324,14 @@ class Core:
         if self._steering is not None:
             effects += self._steer(self._steering, now_ms)
         return [*effects, *self._restore(now_ms)]
+
+    def _short_of_pages(self) -> tuple[Rank, ...]:
+        """Return the leader of a group to form anew for a task that fits no group as they are."""
+        if not (self._pool.tasks.queue and self._switcher.is_serving):
+            return ()
+        groups = self._open_groups()
+        group = self._pool.in_need_of(with_gains(groups, self._switcher), groups)
+        return (group.leader,) if group is not None else ()
 
     def _restore(self, now_ms: int) -> list[Effect]:
         """Restore the layout or the communicators that a loss took, if its ranks are back."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Grant, Report
 from coordinator.protocol.terms import Binding, Phase
-from coordinator.ranks.roster import Roster
+from coordinator.ranks.roster import Roster, blocks_per_page
 
 REGRANT_SHARE = 4
 """A group is formed anew if free pages would add more than 1/4 to its grant."""
@@ -65,6 +65,11 @@ class PageGrants:
             if (free := self._free_pages(binding)) * REGRANT_SHARE > grant.pages
             or (free and self._is_full(binding))
         )
+
+    def blocks_to_gain(self, binding: Binding) -> int:
+        """Return how many blocks a group that has a grant would gain by forming anew."""
+        hello = self._roster[binding.group.leader].hello
+        return self._free_pages(binding) * blocks_per_page(hello, binding.group.width)
 
     def _is_full(self, binding: Binding) -> bool:
         report = self._roster.report_of(binding.group.leader)

@@ -235,6 +235,10 @@ class Switcher:
         """Return the leaders of groups that would gain much by forming anew."""
         return self._grants.starved() if self.is_serving else ()
 
+    def blocks_to_gain(self, binding: Binding) -> int:
+        """Return how many blocks a group that was granted its pages would gain by forming anew."""
+        return self._grants.blocks_to_gain(binding)
+
     def integrity(self) -> None:
         """Assert that ranks and grants agree with the target."""
         assert self.alive == self.target.layout.ranks, "alive ranks differ from the target's."

@@ -10,7 +10,7 @@ loaded group that could hold it, so later tasks do not take the room it waits fo
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import Binding, TaskId, Tier
@@ -63,13 +63,18 @@ class OpenGroup:
         """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
+    @property
+    def context_tokens_max(self) -> int:
+        """The longest context that fits alone."""
+        return self.blocks_total * self.block_tokens
+
     def reaches(self, task: Task) -> bool:
         """Return whether its leader can push the task's tokens to the gateway."""
         return task.header.reply_to not in self.cut_off
 
     def could_hold(self, task: Task) -> bool:
         """Return whether the task can run here: it fits alone, at its greatest length."""
-        return self.reaches(task) and self.blocks(task.context_tokens_max) <= self.blocks_total
+        return self.reaches(task) and task.context_tokens_max <= self.context_tokens_max
 
 
 def open_groups(
@@ -107,6 +112,12 @@ def open_groups(
             )
             groups.append(group)
     return tuple(groups)
+
+
+def with_gains(groups: Iterable[OpenGroup], switcher: Switcher) -> list[OpenGroup]:
+    """Return the groups that would hold more if they were formed anew, as they would be then."""
+    gains = [(group, switcher.blocks_to_gain(group.binding)) for group in groups]
+    return [replace(group, blocks_total=group.blocks_total + gain) for group, gain in gains if gain]
 
 
 def changing_groups(switcher: Switcher, roster: Roster) -> list[Binding]:

@@ -298,6 +298,20 @@ class TaskPool:
                     self._tasks.enter(task, State.RETURNING, now_ms, group.leader)
         return effects
 
+    def in_need_of(
+        self, larger: Iterable[OpenGroup], groups: Iterable[OpenGroup]
+    ) -> OpenGroup | None:
+        """Return the largest of the `larger` groups if a queued task fits it, and none of `groups`.
+
+        Such a task would wait for as long as the groups stay as they are.
+        """
+        largest = max(larger, key=lambda each: each.context_tokens_max, default=None)
+        if largest is None:
+            return None
+        longest = max((each.context_tokens_max for each in groups), default=0)
+        needs = (task.context_tokens_max for task in self._tasks if task.state is State.QUEUED)
+        return largest if any(longest < n <= largest.context_tokens_max for n in needs) else None
+
     def recheck_context(self) -> list[Effect]:
         """Fail queued tasks that are now too long for every group that can still be formed."""
         queued = [task for task in self._tasks if task.state is State.QUEUED]

@@ -34,7 +34,7 @@ from coordinator.protocol.messages.gateway import (
 from coordinator.protocol.messages.rank import Directive, Report, SwitchTimes
 from coordinator.protocol.terms import Carry, Phase, Stage
 from tests.harness.coordinator.builders import hello, layout, report, submit
-from tests.transcripts.cell import Cell
+from tests.transcripts.cell import PAGES, Cell
 
 
 def serving(text: str = "dp2", **settings: object) -> Cell:
@@ -201,6 +201,29 @@ def test_pages_that_came_free_are_used_by_forming_the_group_anew() -> None:
     assert cell.ranks[Rank(0)].participant.binding != cell.ranks[Rank(1)].participant.binding
     cell.tick(100)
     assert cell.core.views.epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("free_pages", "prompt_tokens", "formed_anew"), [(2, 130, 1), (2, 90, 0), (0, 130, 0)]
+)
+def test_a_group_is_formed_anew_for_a_task_that_fits_only_then(
+    free_pages: int, prompt_tokens: int, formed_anew: int
+) -> None:
+    """Rank 0 began without the pages of a paused task, and they are too few to matter otherwise."""
+    cell = serving("dp1")
+    rank = cell.ranks[Rank(0)]
+    rank.blocks_total = PAGES - 2
+    rank.pages_free = free_pages
+    cell.report(0)
+    cell.say(submit("long", prompt=prompt_tokens))
+    fits_now = prompt_tokens < 16 * (PAGES - 2)
+    assert placed_tasks(cell) == ["placed"] * fits_now
+    for _ in range(3):
+        cell.tick(100)
+        cell.settle()
+    causes = [view["cause"] for view in switches(cell)]
+    assert causes == ["start", *["pages became free"] * formed_anew]
+    assert placed_tasks(cell) == ["placed"] * (fits_now or formed_anew)
 
 
 def test_a_gateway_that_is_heard_is_there() -> None:
