@@ -13,6 +13,7 @@ from coordinator.model.records import SwitchLog, SwitchRecord
 from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.switch_rules import MOVES
 from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
 from coordinator.ranks.outliers import Ejection, OutlierDetector
 from coordinator.ranks.recovery import Resumed, resume
@@ -195,9 +196,13 @@ class Switcher:
         if carry is Carry.SPECULATE and not self.is_serving:
             carry = PLAN_AFTER_WAIT[carry]
         if layout == self.target.layout and not fresh and self.epoch:
-            if self.stage.phase is Phase.PARK:
+            if self.stage.phase is not Phase.PARK:
+                return
+            if carry not in MOVES or self.carry in MOVES:
                 self._set_carry(carry, now_ms)
-            return
+                return
+            # Ranks may have joined their next groups since they reported, and a mover waits for the
+            # manifests of all others: only reports of a new epoch show who is parked.
         self._decide_ms = decide_ms
         self._set_carry(carry, now_ms)
         self._set_target(layout, cause, now_ms, fresh, reserved)

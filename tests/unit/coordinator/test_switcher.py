@@ -285,6 +285,36 @@ def test_one_task_that_has_all_pages_gets_the_few_that_came_free(
     assert ranks.switcher.starved() == starved
 
 
+@pytest.mark.parametrize("plan", [Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE])
+def test_only_ranks_that_are_parked_for_a_migration_copy(plan: Carry) -> None:
+    """Ranks that joined under an earlier plan publish nothing; a mover would wait for them."""
+    ranks = Ranks().serve()
+    switcher = ranks.switcher
+    switcher.retarget(layout("dp4"), plan, "test", 0)
+    epoch = switcher.epoch
+    ranks.acknowledge(0, 1, 2)  # Then ranks 0 and 1 join, but their reports are late.
+    switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    assert switcher.stage == Stage(epoch + 1, Phase.PARK)
+    ranks.hear(3, Stage(epoch, Phase.PARK))
+    for rank in (0, 1):
+        ranks.hear(rank, switcher.stage, binding=switcher.target.binding_of(Rank(rank)))
+    ranks.acknowledge(2)
+    assert switcher.stage == Stage(epoch + 1, Phase.PARK), "rank 3 knows an earlier plan only"
+    ranks.acknowledge(3)
+    directive = switcher.directive_for(Rank(2))
+    assert directive is not None
+    assert (directive.stage.phase, directive.movers) == (Phase.MOVE, (2, 3))
+
+
+@pytest.mark.parametrize("plan", [Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE])
+def test_a_plan_under_which_nothing_migrates_takes_over_in_the_same_epoch(plan: Carry) -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    epoch = ranks.switcher.epoch
+    ranks.switcher.retarget(layout("dp4"), plan, "test", 0)
+    assert (ranks.switcher.epoch, ranks.switcher.carry) == (epoch, plan)
+
+
 def test_the_log_keeps_the_last_switches() -> None:
     ranks = Ranks().serve()
     for text in ("dp4", "tp4", "tp2+tp2"):
