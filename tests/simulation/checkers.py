@@ -1,6 +1,6 @@
 """What must never happen, whatever fails: each check raises `Violation` with what was seen."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
@@ -42,29 +42,40 @@ class MoveChecker:
     """All ranks that take part in a move agree on its outcome, and on what a group starts from.
 
     Where all ranks and the coordinator are new processes, epochs begin again. A commit of which
-    only processes knew that have ended is forgotten. So is one that no rank could tell a new
-    coordinator of while it recovered: those that wait for a peer in a step greet nobody. Tasks go
-    on under later attempts then, so what such ranks lead counts for nobody.
+    only processes knew that have ended is forgotten. A coordinator that has recovered counts the
+    ranks that have not reported to it as lost, with their leases and their tasks, even if they come
+    back. So what an earlier coordinator told these is no outcome any more.
     """
 
     def __init__(self) -> None:
-        self._outcomes: dict[Hashable, list[tuple[SimRank, bool, int]]] = {}
-        """Who resolved a move, how, and under which coordinator."""
+        self._outcomes: dict[Hashable, list[tuple[SimRank, bool]]] = {}
         self._moved_in: dict[Binding, tuple[int, ...]] = {}
+        self._coordinator = 0
+        """The newest coordinator that has recovered."""
+        self._heard: frozenset[tuple[Rank, int]] = frozenset()
+        """(rank, incarnation) of those that had reported to it by then."""
 
-    def resolved(self, process: "SimRank", directive: Directive, is_committed: bool) -> None:
+    def recovered(self, coordinator: int, heard: Iterable[tuple[Rank, int]]) -> None:
+        """Forget what others than these ranks heard of earlier coordinators."""
+        self._coordinator, self._heard = coordinator, frozenset(heard)
+        for outcomes in self._outcomes.values():
+            outcomes[:] = [each for each in outcomes if self._was_heard(each[0])]
+
+    def resolved(
+        self, process: "SimRank", directive: Directive, is_committed: bool, coordinator: int
+    ) -> None:
+        """Note the outcome of the move of `directive`, which this coordinator told the rank."""
+        if coordinator < self._coordinator and not self._was_heard(process):
+            return
         epoch = directive.stage.epoch
         move = epoch, directive.target, directive.members
         outcomes = self._outcomes.setdefault(move, [])
-        world = process.world
-        outcomes.append((process, is_committed, world.cores))
-        living = {
-            was
-            for each, was, core in outcomes
-            if world.ranks[each.rank] is each
-            and (core == world.cores or (each.rank, each.incarnation) in world.recovered_from)
-        }
+        outcomes.append((process, is_committed))
+        living = {was for each, was in outcomes if each.world.ranks[each.rank] is each}
         check(living == {is_committed}, f"one rank commits the move of {epoch}, another does not")
+
+    def _was_heard(self, process: "SimRank") -> bool:
+        return (process.rank, process.incarnation) in self._heard
 
     def joined(self, binding: Binding, moved_in: tuple[int, ...]) -> None:
         before = self._moved_in.setdefault(binding, moved_in)

@@ -165,7 +165,7 @@ class CrashWorld(World):
             return
         switcher = self.core._switcher
         before = switcher.stage
-        effects = self.core.handle(event, self.now_ms)
+        effects = self.effects_of(self.core, event)
         stage, crash_after = switcher.stage, len(effects) + 1
         if stage != before:
             tells = {"decided": 0, "half told": len(effects) // 2, "told": len(effects)}

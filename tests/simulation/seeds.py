@@ -47,9 +47,12 @@ class Found:
 
 FOUND = (
     Found(66, NARROW, "a process stands still between its look at its lease and its step"),
-    Found(1_000_146, NARROW, "no rank that has committed a move can tell a new coordinator of it"),
+    Found(1_000_146, NARROW, "a coordinator hears only of the one who does not know of a commit"),
+    Found(1_000_887, NARROW, "a task needs pages that came free since the groups were formed"),
     Found(1_000_552, BORROW, "a watchdog ends one rank, and those that share its copy live on"),
+    Found(1_000_755, PARTS, "a rank that has joined its next group is asked to move its share"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
+    Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
 )
 
 

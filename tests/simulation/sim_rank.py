@@ -129,6 +129,8 @@ class SimRank:
         """Formations in which a step found no room."""
         self._newest = 0
         """The number of the newest directive that came."""
+        self._senders: dict[int, tuple[Directive, int]] = {}
+        """Directives that came, by their `id`, with the numbers of their coordinators."""
         self._unheard: list[RankDown] = []
         """What the session's thread has not looked at, as the process stood still."""
         self._tokens_out = Session()
@@ -229,13 +231,15 @@ class SimRank:
             if binding is not None:
                 self.engine.communicators.abort(binding.group.ranks, binding.formation)
 
-    def on_message(self, message: RankDown, number: int = 0) -> None:
-        """Get a message of the coordinator; directives may overtake each other.
+    def on_message(self, message: RankDown, number: int = 0, coordinator: int = 0) -> None:
+        """Get a message of a coordinator; directives may overtake each other.
 
         The session's thread never hears an older one after a newer one.
         """
         if isinstance(message, Stop):
             raise Violation(f"rank {self.rank} got the order to stop: {message.reason}")
+        if isinstance(message, Directive):
+            self._senders[id(message)] = message, coordinator
         if number >= self._newest:
             self._newest = number
             self._unheard.append(message)
@@ -302,7 +306,8 @@ class SimRank:
         if self._copied is not None:
             directive, since = self._copied
             if directive.stage.epoch == resolve.epoch and self.cut_out_at < since:
-                self.world.moves.resolved(self, directive, resolve.is_committed)
+                _, coordinator = self._senders[id(resolve.directive)]
+                self.world.moves.resolved(self, directive, resolve.is_committed, coordinator)
         if resolve.is_committed:
             is_later = resolve.directive.stage.epoch > resolve.epoch
             stats.promised += resolve.is_joined and is_later

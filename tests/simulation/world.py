@@ -125,8 +125,6 @@ class World:
         self.core: Core | None = None
         self.cores = 0
         """Coordinators that were started so far."""
-        self.recovered_from: set[tuple[Rank, int]] = set()
-        """(rank, incarnation) of those that greeted the newest one while it recovered."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
@@ -242,7 +240,6 @@ class World:
         self.cores += 1
         self.core_clock_ms = self.trouble.origin_ms()
         self.core = Core(self.settings, f"core-{self.cores}", self._core_now_ms)
-        self.recovered_from.clear()
 
     def stop_core(self) -> None:
         self.core = None
@@ -348,8 +345,6 @@ class World:
 
     def _open(self, peer: Rank | str, session: Session, opened: Event) -> None:
         self._peers[peer] = session
-        if isinstance(opened, RankOpened) and self.core and self.core.views.is_recovering:
-            self.recovered_from.add((opened.hello.rank, opened.hello.incarnation))
         self.core_event(opened)
 
     def push_tokens(
@@ -368,11 +363,20 @@ class World:
         audit = None
         if isinstance(event, GatewaySent) and isinstance(event.message, Submit):
             audit = QueueAudit(self.core, self.settings.queue, event.message)
-        effects = self.core.handle(event, self._core_now_ms)
+        effects = self.effects_of(self.core, event)
         if audit is not None:
             audit.check()
         for effect in effects:
             self._perform(effect)
+
+    def effects_of(self, core: Core, event: Event) -> list[Effect]:
+        """Let the coordinator handle an event, and note whom it knows once it has recovered."""
+        was_recovering = core.views.is_recovering
+        effects = core.handle(event, self._core_now_ms)
+        if was_recovering and not core.views.is_recovering:
+            heard = core._roster.reported()
+            self.moves.recovered(self.cores, [(r, core._roster[r].incarnation) for r in heard])
+        return effects
 
     @property
     def _core_now_ms(self) -> int:
@@ -413,7 +417,7 @@ class World:
         process = self.ranks[rank]
         # What one coordinator said is read before another one is told hello.
         if process is not None and not self.faults.is_cut(rank) and process.greeted <= core:
-            process.on_message(directive, number)
+            process.on_message(directive, number, core)
 
     @property
     def is_serving(self) -> bool:
