@@ -313,7 +313,9 @@ class Core:
         return effects
 
     def _tick(self, now_ms: int) -> list[Effect]:
-        effects = self._lost(self._switcher.on_tick(now_ms), now_ms)
+        cut_out = self._switcher.on_tick(now_ms)
+        # What a lost rank has adopted is lost with it.
+        effects = [*self._adopt(now_ms), *self._lost(cut_out, now_ms)]
         if self._switcher.is_speculating:
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved() or self._short_of_pages():
@@ -372,8 +374,7 @@ class Core:
         effects = self._leave_drifted(now_ms)
         if self._switcher.is_speculating and self._stragglers.are_done:
             self._switcher.end_wait(now_ms)
-        for rank, adopted in self._switcher.take_adopted():
-            effects += self._pool.adopted(rank, adopted, now_ms)
+        effects += self._adopt(now_ms)
         if self._switcher.version != self._version:
             self._version = self._switcher.version
             directives = self._answers.directives(self._roster, now_ms)
@@ -394,6 +395,11 @@ class Core:
             if self._steering is not None:
                 self._steering.on_switch(record)
         return effects
+
+    def _adopt(self, now_ms: int) -> list[Effect]:
+        """Record who leads the tasks of a migration that has been committed."""
+        adopted = self._switcher.take_adopted()
+        return [each for of in adopted for each in self._pool.adopted(*of, now_ms)]
 
     def _leave_drifted(self, now_ms: int) -> list[Effect]:
         """Continue without modes that have drifted."""

@@ -140,11 +140,15 @@ class Switcher:
         return cut_out
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
-        """Advance time; return the ranks that are cut out: silent, late in a switch, or slow."""
+        """Advance time; return the ranks that are cut out: silent, late in a switch, or slow.
+
+        Ranks that have said hello, but nothing else by the end of recovery, are silent.
+        """
         self._forgive_own_stall(now_ms)
         if self.recovering:
             self._try_resume(now_ms)
-            return ()
+            silent = [] if self.recovering else [*self._roster]
+            return tuple(rank for rank in silent if self._roster.report_of(rank) is None)
         limit_ms = self._settings.lost_after_ms
         silent = [each for each in self.alive if self._roster.silent_since(each, now_ms) > limit_ms]
         self.lose(silent, now_ms)

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Group, Mode, Rank
 from coordinator.core.core import Core
 from coordinator.model.events import (
     GatewayClosed,
@@ -32,8 +32,9 @@ from coordinator.protocol.messages.gateway import (
     TaskFailed,
 )
 from coordinator.protocol.messages.rank import Directive, Report, SwitchTimes
-from coordinator.protocol.terms import Carry, Phase, Stage
-from tests.harness.coordinator.builders import hello, layout, report, submit
+from coordinator.protocol.messages.tasks import HeldTask
+from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
+from tests.harness.coordinator.builders import header, hello, layout, report, submit
 from tests.transcripts.cell import PAGES, Cell
 
 
@@ -224,6 +225,25 @@ def test_a_group_is_formed_anew_for_a_task_that_fits_only_then(
     causes = [view["cause"] for view in switches(cell)]
     assert causes == ["start", *["pages became free"] * formed_anew]
     assert placed_tasks(cell) == ["placed"] * (fits_now or formed_anew)
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_rank_that_only_says_hello_to_a_new_coordinator_is_lost(*, reports: bool) -> None:
+    """Its tasks go on elsewhere, although it is in no layout that could lose it."""
+    cell = serving("dp2", lost_after_ms=400, lease_ms=200)
+    cell.say(submit("a"))
+    cell.start()
+    cell.gateway()
+    cell.say(submit("a", delivered=[7], attempt=1))
+    cell.open(0, [HeldTask(header("a"), 1, Group((Rank(0),), Mode.DP), 1, False)])
+    cell.open(1)
+    for _ in range(10):
+        for rank in (0, 1) if reports else (1,):
+            cell.report(rank)
+        cell.tick(50)
+    asked = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    resubmits = [each for each in asked if isinstance(each, Resubmit)]
+    assert resubmits == ([] if reports else [Resubmit(TaskId("a"), 2)])
 
 
 def test_a_gateway_that_is_heard_is_there() -> None:
