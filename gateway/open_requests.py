@@ -121,7 +121,14 @@ class OpenRequest:
         """Return the message that asks the coordinator to place it, after the delivered tokens."""
         # A resubmission names an attempt even before its first token, which marks it as one.
         attempt = max(self.stream.attempt, 1) if self.submitted else self.stream.attempt
-        return Submit(self.header, self.payload, tuple(self.delivered), attempt, self.prefixes)
+        return Submit(
+            self.header,
+            self.payload,
+            tuple(self.delivered),
+            attempt,
+            self.prefixes,
+            self.stream.void_attempt,
+        )
 
     def leave(self) -> None:
         """Accept no more tokens from its cell: another one continues after `delivered`.

@@ -73,6 +73,11 @@ class TokenStream(Generic[Payload]):
         return max(self._newest, self._fence)
 
     @property
+    def void_attempt(self) -> int:
+        """The highest attempt that is fenced off; no token of it and of those below counts."""
+        return self._fence
+
+    @property
     def holding(self) -> int:
         """Number of spans that wait for an earlier one."""
         return len(self._held)

@@ -146,9 +146,7 @@ class Switcher:
         """
         self._forgive_own_stall(now_ms)
         if self.recovering:
-            self._try_resume(now_ms)
-            silent = [] if self.recovering else [*self._roster]
-            return tuple(rank for rank in silent if self._roster.report_of(rank) is None)
+            return self._try_resume(now_ms)
         limit_ms = self._settings.lost_after_ms
         silent = [each for each in self.alive if self._roster.silent_since(each, now_ms) > limit_ms]
         self.lose(silent, now_ms)
@@ -383,15 +381,16 @@ class Switcher:
             self._health.forgive(stall_ms, now_ms)
             self._recover_until_ms += stall_ms
 
-    def _try_resume(self, now_ms: int) -> None:
+    def _try_resume(self, now_ms: int) -> tuple[Rank, ...]:
         resumed = resume(
             self._roster, self._settings.initial, is_late=now_ms >= self._recover_until_ms
         )
         if resumed is None:
-            return
+            return ()
         self.recovering = False
         self.version += 1
         self._take_over(resumed, now_ms)
+        return tuple(rank for rank in self._roster if self._roster.report_of(rank) is None)
 
     def _take_over(self, resumed: Resumed, now_ms: int) -> None:
         self.target = resumed.target

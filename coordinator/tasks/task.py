@@ -53,8 +53,8 @@ class Task:
     """An unfinished task.
 
     The next attempt continues after `tokens`; `generated` counts all known ones. `attempt` is the
-    number of the last placement. In ASKED it is a number that is never placed, so the gateway can
-    separate tokens from before and after it.
+    number of the last placement. In ASKED it is a number that this coordinator never places, so the
+    gateway can separate tokens from before and after it.
     """
 
     header: TaskHeader
@@ -76,6 +76,8 @@ class Task:
     """Leaders that gave it away and whose last tokens may still be in flight."""
     acked_attempt: int = 0
     """The highest attempt that the gateway knows: it took tokens of it, or refuses them now."""
+    void_attempt: int = 0
+    """The highest attempt that the gateway takes no tokens of, by its last submission."""
     losses: int = 0
     """How many ranks were lost while they led it."""
     is_charged: bool = False
@@ -116,6 +118,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
         generated=len(message.delivered_tokens),
         attempt=message.attempt,
         acked_attempt=message.attempt,
+        void_attempt=message.void_attempt,
     )
 
 
@@ -179,7 +182,9 @@ def not_held(hello: RankHello, believed: Iterable[Task], *, has_moved: bool) -> 
 
 
 def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bool:
-    """Return whether the attempt that a rank holds is the task's newest."""
+    """Return whether the attempt that a rank holds is the task's newest, and not void."""
+    if recovering and held.attempt <= task.void_attempt:
+        return False
     if task.state in HELD:
         is_known = task.leader == rank and task.attempt == held.attempt
         return is_known or (recovering and held.attempt > task.attempt)

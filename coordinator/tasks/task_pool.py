@@ -112,6 +112,7 @@ class TaskPool:
         last_attempt = max(task.attempt, task.acked_attempt)
         was_elsewhere = cells_before(message.attempt) > cells_before(last_attempt)
         task.acked_attempt = max(task.acked_attempt, message.attempt)
+        task.void_attempt = max(task.void_attempt, message.void_attempt)
         if was_elsewhere:
             return self._take_back(task, task.acked_attempt, now_ms)
         if task.state is State.ASKED and not self.recovering:
@@ -119,8 +120,10 @@ class TaskPool:
                 # Sent before the gateway read the request: tokens may still be in flight to it.
                 return [ask(task)]
             return self._requeue(task, message, now_ms)
-        if task.state in HELD and task.attempt < task.acked_attempt:
+        is_void = task.attempt < task.acked_attempt or task.attempt <= task.void_attempt
+        if task.state in HELD and is_void:
             # An earlier coordinator gave that attempt up. Tokens of a later one may be in flight.
+            # It may have asked under the number of an attempt that it had not heard of.
             return self._take_back(task, task.acked_attempt, now_ms)
         return []
 

@@ -93,8 +93,10 @@ class PoolMachine(RuleBasedStateMachine):
     def submission(self, task: TaskId, tier: Tier = Tier.STANDARD, deadline_ms: int = 0) -> Submit:
         tenant = "one" if task < "c" else "other"
         header = TaskHeader(task, "g", "tcp://g", 10, 20, tier, deadline_ms, tenant)
-        told = max(self.fence.get(task, 0), self.attempts.get(task, 0))
-        return Submit(header, b"payload", tuple(self.pushed.get(task, ())), told)
+        void = self.fence.get(task, 0)
+        told = max(void, self.attempts.get(task, 0))
+        tokens = tuple(self.pushed.get(task, ()))
+        return Submit(header, b"payload", tokens, told, void_attempt=void)
 
     def submit_again(self, task: TaskId) -> None:
         self.perform(self.pool.submit(self.submission(task), self.now_ms))

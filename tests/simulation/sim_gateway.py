@@ -164,7 +164,8 @@ class SimGateway:
 
     def _submission(self, task: ClientTask) -> Submit:
         attempt = max(task.seen, task.fence)
-        return Submit(task.header, task.payload, tuple(task.stream.tokens), attempt)
+        tokens = tuple(task.stream.tokens)
+        return Submit(task.header, task.payload, tokens, attempt, void_attempt=task.fence)
 
     def _end(self, task: ClientTask, how: str, message: Cancel | Done) -> None:
         task.stream.finish(how)

@@ -254,10 +254,13 @@ class RankCore:
         return self._now_ns // 1_000_000
 
     def _greet(self) -> Procedure[None]:
+        # The session repeats the last report right after the hello. A new coordinator must not take
+        # an older one for true: this rank may have heard of a commit since, and its next action may
+        # block it for long.
+        yield SendReport(self._take_report())
         yield SendHello(
             hello_of(self.engine, self.runtime, self.participant, self._pending_commands)
         )
-        self._reports.has_news = True
 
     def _obey(self, command: Drop | GiveBack) -> Procedure[None]:
         yield from self._guarded(Obey(command))

@@ -33,7 +33,8 @@ class Submit(Message, frozen=True):
     the highest one from which the gateway took tokens or must take none, and at least 1 if it has
     submitted the task before: some of its tokens may still be in flight. After k other cells had
     the task it is at least k times `ATTEMPTS_PER_CELL`, which fences those cells. `prefixes` are
-    the hashes that `prefix_hashes` makes of the prompt's first blocks.
+    the hashes that `prefix_hashes` makes of the prompt's first blocks. The gateway takes no token
+    of `void_attempt` and of all below it, whoever still runs them.
     """
 
     header: TaskHeader
@@ -41,6 +42,7 @@ class Submit(Message, frozen=True):
     delivered_tokens: tuple[int, ...] = ()
     attempt: int = 0
     prefixes: tuple[int, ...] = ()
+    void_attempt: int = 0
 
 
 class Cancel(Message, frozen=True):

@@ -183,7 +183,8 @@ def submit(
     delivered: Sequence[int] = (),
     attempt: int = 0,
     prefixes: Sequence[int] = (),
+    void_attempt: int = 0,
     **fields: object,
 ) -> Submit:
     what = (header(task, **fields), task.encode())  # type: ignore[arg-type]
-    return Submit(*what, tuple(delivered), attempt, tuple(prefixes))
+    return Submit(*what, tuple(delivered), attempt, tuple(prefixes), void_attempt)

@@ -1,6 +1,7 @@
 """Tasks of ranks, gateways and coordinators that are lost: what the pool asks for and drops."""
 
 import msgspec
+import pytest
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.model.events import ToGateway, ToRank
@@ -193,6 +194,33 @@ def test_an_attempt_that_its_gateway_was_told_to_refuse_is_given_up() -> None:
         (question,) = messages(tasks.recovered(1))
         assert isinstance(question, Resubmit)
         assert question.attempt > 5
+
+
+@pytest.mark.parametrize("claims_first", [True, False])
+def test_an_attempt_of_the_number_that_its_gateway_was_told_to_refuse_is_given_up(
+    *, claims_first: bool
+) -> None:
+    """A coordinator asked under the number of an attempt whose rank it had not heard."""
+    tasks = pool(recovering=True)
+    claim = submit("a", delivered=[7], attempt=5, void_attempt=5)
+    holder = hello(0, held=[held("a", 5)])
+    if claims_first:
+        tasks.submit(claim, 0)
+        drops = messages(tasks.reconcile(holder, 0))
+    else:
+        tasks.reconcile(holder, 0)
+        drops = messages(tasks.submit(claim, 0))
+    assert drops == [Drop(A, 5)]
+    (question,) = messages(tasks.recovered(1))
+    assert isinstance(question, Resubmit)
+    assert question.attempt > 5
+
+
+def test_an_attempt_that_its_gateway_takes_tokens_of_is_kept() -> None:
+    tasks = pool(recovering=True)
+    tasks.submit(submit("a", delivered=[7], attempt=5, void_attempt=4), 0)
+    assert tasks.reconcile(hello(0, held=[held("a", 5)]), 0) == []
+    assert state(tasks, A) is State.PLACED
 
 
 def test_the_newest_of_two_attempts_that_ranks_hold_is_kept() -> None:

@@ -79,7 +79,7 @@ def test_next_session_gets_open_tasks_behind_what_was_delivered_and_recent_ends(
 def test_resubmit_tells_the_tokens_and_the_attempt_that_is_over(book: OpenRequests) -> None:
     task = open_task(book, A)
     deliver(task, [5, 6])
-    assert book.resubmit(A, 2) == Submit(header(A), b"payload", (5, 6), 2)
+    assert book.resubmit(A, 2) == Submit(header(A), b"payload", (5, 6), 2, void_attempt=2)
     assert task.stream.attempt == 2
 
 

@@ -129,9 +129,27 @@ def test_a_session_begins_with_a_hello() -> None:
     cell = CoreCell("dp1", world=1)
     cell.place_task("a")
     cell.turn()
-    hello = cell.ranks[0].core.handle(HelloWanted(), 1)
+    core = cell.ranks[0].core
+    assert isinstance(core.handle(HelloWanted(), 1), SendReport)
+    hello = core.handle(Done(), 1)
     assert isinstance(hello, SendHello)
     assert [each.header.task for each in hello.hello.held] == ["a"]
+
+
+def test_a_new_coordinator_hears_of_a_commit_that_the_rank_has_only_read() -> None:
+    """The session repeats the last report after the hello; the rank may block before the next."""
+    cell = CoreCell("dp2")
+    cell.place_task("a")
+    cell.turn(2)
+    cell.retarget("tp2")
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
+    cell.moved = 2
+    core = cell.ranks[0].core
+    assert core.handle(cell.wanted(Phase.SWAP, Carry.RESHARD), 1) is None
+    report = core.handle(HelloWanted(), 1)
+    assert isinstance(report, SendReport)
+    assert (report.report.stage.phase, report.report.moved) == (Phase.MOVE, 2)
 
 
 def test_who_is_to_stop_reports_and_waits_for_nothing() -> None:
