@@ -399,7 +399,10 @@ class Core:
     def _adopt(self, now_ms: int) -> list[Effect]:
         """Record who leads the tasks of a migration that has been committed."""
         adopted = self._switcher.take_adopted()
-        return [each for of in adopted for each in self._pool.adopted(*of, now_ms)]
+        effects = [each for of in adopted for each in self._pool.adopted(*of, now_ms)]
+        for rank, task in self._switcher.take_without_heir():
+            effects += self._pool.given_away(rank, task, now_ms)
+        return effects
 
     def _leave_drifted(self, now_ms: int) -> list[Effect]:
         """Continue without modes that have drifted."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
-from coordinator.protocol.terms import Binding
+from coordinator.protocol.terms import Binding, TaskId
 
 COMMITTED_REMEMBERED = 1_024
 """Number of committed migrations to remember: a rank cut out during one asks for it later."""
@@ -21,7 +21,14 @@ COMMITTED_REMEMBERED = 1_024
 class MoveCommits:
     """The last migration and its outcome."""
 
-    __slots__ = ("_adopted", "_committed", "_last_directive", "_offered", "movers")
+    __slots__ = (
+        "_adopted",
+        "_committed",
+        "_last_directive",
+        "_offered",
+        "_without_heir",
+        "movers",
+    )
 
     def __init__(self) -> None:
         self._committed: deque[int] = deque(maxlen=COMMITTED_REMEMBERED)
@@ -33,6 +40,7 @@ class MoveCommits:
         self.movers: tuple[Rank, ...] = ()
         """The parked ranks that take part in the migration of this epoch."""
         self._adopted: list[tuple[Rank, Adopted]] = []
+        self._without_heir: list[tuple[Rank, TaskId]] = []
 
     def start(self, reports: Iterable[Report | None]) -> bool:
         """Make the parked ranks the movers; False if there are none, so nothing can migrate."""
@@ -73,14 +81,29 @@ class MoveCommits:
         """
         epoch = self._last_directive[1]
         self._committed.append(epoch)
-        for rank, hello in sorted(self._offered.items()):
-            if hello.adopted_in == epoch:
-                self._adopted += [(rank, adopted) for adopted in hello.adopted]
+        movers = {rank: each for rank, each in self._offered.items() if each.adopted_in == epoch}
+        for rank, hello in sorted(movers.items()):
+            self._adopted += [(rank, adopted) for adopted in hello.adopted]
+        heirs = {adopted.task for _, adopted in self._adopted}
+        self._without_heir += [
+            (rank, held.header.task)
+            for rank, hello in sorted(movers.items())
+            for held in hello.held
+            if held.moves and held.header.task not in heirs
+        ]
         self._offered.clear()
 
     def committed(self, upto: int) -> int:
         """Return the last committed migration up to an epoch; 0 if there is none."""
         return next((epoch for epoch in reversed(self._committed) if epoch <= upto), 0)
+
+    def take_without_heir(self) -> list[tuple[Rank, TaskId]]:
+        """Return (old leader, task) for tasks of a committed migration that went to ranks unheard.
+
+        The old leader gives such a task away, or gives it back. Returned once, after recovery.
+        """
+        tasks, self._without_heir = self._without_heir, []
+        return tasks
 
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
         """Return (new leader, task) for tasks that changed their leader since the last call."""

@@ -14,7 +14,15 @@ from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.switch_rules import MOVES
-from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
+from coordinator.protocol.terms import (
+    PLAN_AFTER_WAIT,
+    Binding,
+    Carry,
+    Phase,
+    Stage,
+    Target,
+    TaskId,
+)
 from coordinator.ranks.outliers import Ejection, OutlierDetector
 from coordinator.ranks.recovery import Resumed, resume
 from coordinator.ranks.roster import Arrival, Roster
@@ -237,6 +245,10 @@ class Switcher:
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
         """Return (new leader, task) for tasks that changed their leader since the last call."""
         return self._moves.take_adopted()
+
+    def take_without_heir(self) -> list[tuple[Rank, TaskId]]:
+        """Return (old leader, task) for tasks that a committed migration gave to ranks unheard."""
+        return self._moves.take_without_heir()
 
     def starved(self) -> tuple[Rank, ...]:
         """Return the leaders of groups that would gain much by forming anew."""

@@ -204,6 +204,13 @@ class TaskPool:
         self._carried[Carry.RESHARD] += 1
         return []
 
+    def given_away(self, rank: Rank, task_id: TaskId, now_ms: int) -> list[Effect]:
+        """Take back a task that its leader gives to a rank which is not there."""
+        task = self._tasks.get(task_id)
+        if task is None or task.leader != rank:
+            return []
+        return self._take_back(task, task.attempt, now_ms)
+
     def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> None:
         """Record the progress of a leader's tasks; only from its newest report."""
         self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
@@ -214,8 +221,11 @@ class TaskPool:
         believed = self._tasks.held_by(hello.rank)
         for task in not_held(hello, believed, has_moved=has_moved):
             effects += self._doubt(task, now_ms)
+        adopted = {each.task for each in hello.adopted}
         for each in hello.held:
             effects += self._hold(hello.rank, each, now_ms)
+            if has_moved and each.moves and each.header.task not in adopted:
+                effects += self.given_away(hello.rank, each.header.task, now_ms)
         return effects
 
     def lost(self, rank: Rank, now_ms: int, *, is_at_fault: bool = True) -> list[Effect]:

@@ -112,9 +112,7 @@ class Faults:
             self._crash(world, Rank(self.rng.randrange(8)))
         if chance() < self.cut:
             rank = Rank(self.rng.randrange(8))
-            self._cut_until[rank] = world.now + self.rng.choice((5, 40, 80))
-            world.say(f"rank {rank} is cut off until {self._cut_until[rank] * 10} ms")
-            world.break_rank(rank)
+            self.cut_off(world, rank, self.rng.choice((5, 40, 80)))
         if chance() < self.stop and (stopped := world.ranks[Rank(self.rng.randrange(8))]):
             stopped.stopped_until = world.now + self.rng.choice((3, 10, 50))
             world.say(f"rank {stopped.rank} stands still until {stopped.stopped_until * 10} ms")
@@ -133,6 +131,12 @@ class Faults:
                 process.engine.lacks_room = True
         if (phase := moving_phase(world)) is not None and chance() < self.meddle:
             self._meddle(world, is_told=phase is not Phase.MOVE)
+
+    def cut_off(self, world: "World", rank: Rank, ticks: int) -> None:
+        """Take the network between a rank and the coordinator down for this time."""
+        self._cut_until[rank] = world.now + ticks
+        world.say(f"rank {rank} is cut off until {self._cut_until[rank] * 10} ms")
+        world.break_rank(rank)
 
     def heal(self, world: "World") -> None:
         """Nothing goes wrong from now on."""

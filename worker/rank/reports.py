@@ -147,6 +147,7 @@ def hello_of(
                 led.group,
                 led.emitted,
                 is_paused(led, runtime, participant),
+                participant.is_moving and led.group.ranks == runtime.migration.ranks,
             )
             for led in runtime.book
             if led.attempt > drops.get(led.header.task, -1)

@@ -34,7 +34,7 @@ class Submit(Message, frozen=True):
     submitted the task before: some of its tokens may still be in flight. After k other cells had
     the task it is at least k times `ATTEMPTS_PER_CELL`, which fences those cells. `prefixes` are
     the hashes that `prefix_hashes` makes of the prompt's first blocks. The gateway takes no token
-    of `void_attempt` and of all below it, whoever still runs them.
+    of `void_attempt` and of all below it, which ranks may still run.
     """
 
     header: TaskHeader

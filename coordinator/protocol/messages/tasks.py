@@ -29,13 +29,17 @@ class TaskHeader(msgspec.Struct, frozen=True):
 
 
 class HeldTask(msgspec.Struct, frozen=True):
-    """A task that a leader holds when its session opens."""
+    """A task that a leader holds when its session opens.
+
+    `moves`: the leader waits for the outcome of a migration, which may give the task to another.
+    """
 
     header: TaskHeader
     attempt: int
     group: Group
     generated: int
     paused: bool
+    moves: bool = False
 
 
 class TaskEnded(msgspec.Struct, frozen=True):

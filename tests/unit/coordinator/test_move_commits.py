@@ -2,11 +2,12 @@
 
 import pytest
 
-from comm_pool.layout import Rank
-from coordinator.model.events import RankExited
-from coordinator.protocol.messages.tasks import Adopted
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.model.events import RankExited, ToGateway
+from coordinator.protocol.messages.gateway import Resubmit
+from coordinator.protocol.messages.tasks import Adopted, HeldTask
 from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
-from tests.harness.coordinator.builders import hello, layout, target
+from tests.harness.coordinator.builders import header, hello, layout, submit, target
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
 
@@ -165,9 +166,9 @@ def test_a_member_of_a_prepared_group_hears_when_its_leader_is_lost() -> None:
     ]
 
 
-def moving_cell() -> Cell:
+def moving_cell(**settings: object) -> Cell:
     """Four ranks have acknowledged all but the end of a move."""
-    cell = serving_cell("dp4")
+    cell = serving_cell("dp4", **settings)
     cell.ranks[Rank(0)].adopted = (Adopted(TaskId("a"), 2, 4),)
     cell.switch("tp4", Carry.RESHARD)
     cell.settle(1, 2, 3)
@@ -212,3 +213,29 @@ def test_what_a_process_told_of_a_commit_counts_after_its_end() -> None:
     cell.tick()
     known = [cell.ranks[Rank(rank)].participant.known_migration for rank in (0, 1, 3)]
     assert known == [(2, 3)] * 3
+
+
+@pytest.mark.parametrize("is_heir_heard", [False, True])
+def test_a_task_whose_new_leader_is_not_heard_is_asked_for(*, is_heir_heard: bool) -> None:
+    """Its old leader, which hears of the commit, gives it away and says nothing of it."""
+    cell = moving_cell(lease_ms=200, lost_after_ms=400)
+    for rank in range(4):
+        cell.report(rank)
+    cell.ranks[Rank(2)].obey()
+    for rank in (0, 1, 3):
+        cell.ranks[Rank(rank)].participant.wanted = None
+    cell.start()
+    cell.gateway()
+    cell.say(submit("a", attempt=1))
+    heard = range(4) if is_heir_heard else range(1, 4)
+    held = HeldTask(header("a"), 1, Group((Rank(1),), Mode.DP), 4, paused=False, moves=True)
+    for rank in heard:
+        cell.open(rank, [held] if rank == 1 else [])
+    cell.take()
+    while cell.core.views.is_recovering:
+        for rank in heard:
+            cell.report(rank)
+        cell.tick(50)
+    asked = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    resubmits = [each for each in asked if isinstance(each, Resubmit)]
+    assert resubmits == ([] if is_heir_heard else [Resubmit(TaskId("a"), 2)])

@@ -94,6 +94,15 @@ def test_a_rank_that_holds_an_earlier_attempt_has_not_got_the_one_that_it_was_se
     tasks.integrity()
 
 
+def test_a_task_that_its_late_leader_will_give_away_is_taken_back() -> None:
+    """Its migration is committed, but this coordinator has not heard who continues the task."""
+    moving = HeldTask(header("a"), 1, Group((ZERO,), Mode.DP), 2, paused=False, moves=True)
+    tasks = pool()
+    taken_back = messages(tasks.reconcile(hello(0, held=[moving]), 1, has_moved=True))
+    assert taken_back == [Drop(A, 1), Resubmit(A, 2)]
+    assert messages(pool().reconcile(hello(0, held=[moving]), 1, has_moved=False)) == []
+
+
 def held(task: str, attempt: int, *, paused: bool = False) -> HeldTask:
     return HeldTask(header(task), attempt, Group((ZERO,), Mode.DP), 2, paused)
 
