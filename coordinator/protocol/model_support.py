@@ -163,7 +163,7 @@ def refusals(
 
     Without `holding`, every rank holds all weights.
     """
-    config = {**config, **_overrides(options)}
+    config = {**config, **overrides_of(options)}
     yield from option_refusals(options)
     if is_multimodal(config) and not is_on(options, TEXT_ONLY):
         yield MULTIMODAL
@@ -197,7 +197,7 @@ def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
         yield POOLING
 
 
-def _overrides(options: Sequence[GivenOption]) -> dict[str, Any]:
+def overrides_of(options: Sequence[GivenOption]) -> dict[str, Any]:
     """Return what the user replaces in config.json; vLLM refuses anything but an object."""
     try:
         value = json.loads(last_value(options, "--hf-overrides") or "{}")
