@@ -11,10 +11,12 @@ from comm_pool.mixed import Mixed, MixedError, read_mixed
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.tables import format_table
-from coordinator.protocol.engine_options import GivenOption, OptionError, read_options
+from coordinator.protocol.engine_options import GivenOption, OptionError, read_options, size_value
+from coordinator.protocol.kv_check import KV_BYTES, advised_bytes
 from coordinator.protocol.model_check import check_ranges
-from coordinator.protocol.model_files import ModelFilesError, find_model
-from coordinator.protocol.model_support import Holding, refusals
+from coordinator.protocol.model_files import ModelFiles, ModelFilesError, find_model
+from coordinator.protocol.model_length import length_refusal
+from coordinator.protocol.model_support import Holding, overrides_of, refusals
 from coordinator.sizing.cell_plan import (
     CellPlan,
     Division,
@@ -71,14 +73,15 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
         raise CliError(f"--gpus {ranks}: use 1 to {RANKS_MAX}.", USAGE_STATUS)
     memory = _memory_bytes(options, kind)
     try:
-        config = find_model(options.model, os.environ, revision=options.revision or "").config
+        files = find_model(options.model, os.environ, revision=options.revision or "")
     except ModelFilesError as error:
         raise CliError(str(error), USAGE_STATUS) from error
-    if config is None:
-        raise CliError(
-            f"the config.json of {options.model} cannot be had: Hugging Face does not answer, and "
-            "its cache has no such model; name the folder of a model, or download it first.",
-        )
+    if (config := files.config) is None:
+        raise CliError(files.unreachable if files.is_unreachable else _without_config(files))
+    config = {**config, **overrides_of(given)}
+    asked = size_value(given, "--max-model-len")
+    if (sentence := length_refusal(config, asked, os.environ)) is not None:
+        raise CliError(f"{options.model}: {sentence}", USAGE_STATUS)
     facts = facts_of(config, given, kind, memory)
     if facts is None:
         for reason in refusals(config, given, kind):
@@ -102,6 +105,14 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
         options.model, facts, device, ranks, cells, _host_tokens(options.host_kv, facts, ranks)
     )
     return replace(found, cells=tuple(with_advice(found, refusal_of)))
+
+
+def _without_config(files: ModelFiles) -> str:
+    place = files.folder or "Hugging Face"
+    return (
+        f"`aileron plan` needs a config.json, and {place} gives none for {files.name}: name the "
+        "folder of a model in Hugging Face's form."
+    )
 
 
 def _host_tokens(gib: float | None, facts: ModelFacts, ranks: int) -> int | None:
@@ -128,8 +139,14 @@ def _advice(
     fitting: CellPlan | None,
     refusal_of: Callable[[Division], str],
 ) -> str:
-    length = longest_length(plan.facts, cell)
+    is_refused = bool(refusal_of(cell.division))
+    length = 0 if is_refused else longest_length(plan.facts, cell)
     found = []
+    if cell.asks_too_much_kv:
+        advised = advised_bytes(cell.room_bytes, cell.held.total + cell.other.total, 1)
+        if advised:
+            found.append(f"use at most {KV_BYTES} {advised}")
+        found.append(f"leave out {KV_BYTES}")
     if length >= SHORTEST_LENGTH and length < plan.facts.length:
         found.append(f"use --max-model-len {length // 256 * 256}")
     if fitting is not None:
@@ -140,6 +157,8 @@ def _advice(
         if more is not None and more.division.ranks > plan.ranks:
             how = "" if more.division.parts == 1 else f" with {more.division.name}"
             found.append(f"use {more.division.ranks} such GPUs{how}")
+    if is_refused and not found:
+        return ""  # The reason has the remedy: no size or device changes it.
     if not found:
         found.append("use a smaller model, a quantized one, or larger devices")
     return f"{', or '.join(found)}."
@@ -301,7 +320,8 @@ def _lines(plan: ModelPlan) -> Iterator[str]:
     yield format_table(headers, rows)
     for cell in plan.cells:
         if not cell.fits:
-            yield f"{cell.division.name}: {cell.reason} Remedy: {cell.advice}"
+            remedy = f" Remedy: {cell.advice}" if cell.advice else ""
+            yield f"{cell.division.name}: {cell.reason}{remedy}"
     yield ""
     layouts = [
         (

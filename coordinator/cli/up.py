@@ -34,8 +34,9 @@ from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.host_memory import free_memory_bytes
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
-from coordinator.protocol.model_check import Memory, check_model
+from coordinator.protocol.model_check import Memory, check_model, require_reachable
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
 from coordinator.protocol.request_line import is_request_line
@@ -113,7 +114,8 @@ def check_files(config: Config) -> ModelFiles:
     """Refuse what would fail later, before processes import vLLM for 20 s."""
     is_cpu = config.cell.device == "cpu"
     size = host_memory_bytes() if is_cpu else gpu_memory_bytes()
-    memory = Memory(size, "this machine" if is_cpu else "its GPU") if size else None
+    free = free_memory_bytes() if is_cpu else None
+    memory = Memory(size, "this machine" if is_cpu else "its GPU", free) if size else None
     try:
         if config.gateway.keys_file:
             load_keys(Path(config.gateway.keys_file))
@@ -121,7 +123,9 @@ def check_files(config: Config) -> ModelFiles:
         certificate_of("admin", config.admin.tls_cert_file, config.admin.tls_key_file)
         cell_tls_of(config.cell_tls)
         check_nccl(config)
-        return check_model(config, memory=memory)
+        files = check_model(config, memory=memory)
+        require_reachable(config, files)
+        return files
     except (ConfigError, CertificateError) as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
 

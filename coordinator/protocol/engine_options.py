@@ -24,6 +24,9 @@ _NUMBERS = {
     "size": "a number such as 4096 or 4k",
 }
 """Kind of an option that takes numbers -> their form in words."""
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""vLLM's suffixes of sizes."""
 _NOTHING = ("", "None")
 """Values of an option that may be none, in place of one."""
 
@@ -203,6 +206,15 @@ def last_value(given: Sequence[GivenOption], name: str) -> str | None:
             value = option.values[0] if option.values else ""
             return None if options_by_name()[name].may_be_none and value in _NOTHING else value
     return None
+
+
+def size_value(given: Sequence[GivenOption], name: str) -> int:
+    """Return the value of an option that takes a size such as 4096, 4k or 4K; 0 if it is open."""
+    text = (last_value(given, name) or "").strip()
+    if text in ("", "auto", "-1"):
+        return 0
+    unit = {**_SUFFIXES, **_BINARY}.get(text[-1])
+    return int(text) if unit is None else int(float(text[:-1]) * unit)
 
 
 def is_on(given: Sequence[GivenOption], name: str) -> bool:

@@ -4,6 +4,7 @@ An error that code raises itself says what is wrong. An error that Python raises
 what it did not expect ("too many values to unpack") says nothing to a user: its place does.
 """
 
+import errno
 import traceback
 from pathlib import PurePath
 
@@ -13,6 +14,8 @@ from coordinator.protocol.mistakes import sentences_of
 
 OWN_PACKAGES = ("comm_pool", "coordinator", "gateway", "kvadaptor", "worker")
 NO_ROOM = ("OutOfMemoryError", "MemoryError")
+NO_ROOM_OF_TORCH = "can't allocate memory"
+"""In the message of torch's allocator on CPU, whose error has no class of its own."""
 REASON_CHARS_MAX = 600
 
 _BY_PYTHON = (
@@ -27,11 +30,15 @@ def reason_of(error: BaseException) -> str:
     kind = type(error)
     if kind.__module__.split(".")[0] in OWN_PACKAGES:
         return _one_line(str(error))
-    if kind.__name__ in NO_ROOM:
+    if _lacks_memory(error):
         return (
-            "there is no room in memory for the model: use --weight-parts, fewer --ranks, or "
-            "lower --max-model-len or --max-num-seqs after the --."
+            "there is no room in memory for the model and its KV: use fewer --ranks, or "
+            "--weight-parts, or lower --kv-cache-memory-bytes, --max-model-len or --max-num-seqs "
+            "after the --."
         )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = error.filename or "/dev/shm, or the disk of the run folder,"
+        return f"{place} is full: free space there, or start the container with --shm-size=1g."
     if isinstance(error, ValidationError):
         return sentences_of(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -44,6 +51,13 @@ def reason_of(error: BaseException) -> str:
         f"the code that builds or runs this model failed ({kind.__name__} in {place}{detail}): the "
         "log has the traceback; report it with the model's config.json."
     )
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torch = isinstance(error, RuntimeError) and NO_ROOM_OF_TORCH in str(error)
+    return is_torch or type(error).__name__ in NO_ROOM
 
 
 def _one_line(text: str) -> str:

@@ -14,23 +14,28 @@ from coordinator.protocol.engine_options import (
     is_on,
     last_value,
     read_options,
+    size_value,
 )
 from coordinator.protocol.held_weights import FOUR_BYTES, element_bytes, held_bytes
+from coordinator.protocol.kv_check import KV_BYTES, kv_refusal
 from coordinator.protocol.model_files import (
     Fetch,
     ModelFiles,
     ModelFilesError,
+    find_in_hub,
     find_model,
     missing_files,
     weight_bytes,
 )
+from coordinator.protocol.model_length import length_refusal
 from coordinator.protocol.model_size import model_size
-from coordinator.protocol.model_support import Holding, is_multimodal, refusals
+from coordinator.protocol.model_support import Holding, is_multimodal, overrides_of, refusals
 
 GIB = 2**30
 UTILIZATION = 0.92
 """vLLM's default share of a GPU's memory; a test compares it."""
 SHARE, OFFLOAD = "--gpu-memory-utilization", "--cpu-offload-gb"
+LENGTH = "--max-model-len"
 TWO_BYTES = ("bfloat16", "float16", "half")
 
 
@@ -41,6 +46,8 @@ class Memory:
     bytes: int
     """Of one device, or of the whole machine on CPU."""
     device: str
+    free_bytes: int | None = None
+    """What is free of it now, if that is known."""
 
 
 def check_model(
@@ -79,6 +86,7 @@ def check_model(
         if is_multimodal(files.config) and find_spec("torchvision") is None:
             sentences.append(f"{config.model.path}: {NEEDS_TORCHVISION}")
         sentences += _too_many_whole(config, files.config)
+        sentences += _too_long(files.config, options, environment)
     if not sentences and memory is not None:
         sentences = [*_too_large(config, files, size, options, memory)]
     if sentences:
@@ -92,6 +100,38 @@ NEEDS_TORCHVISION = (
 )
 
 
+def require_reachable(
+    config: Config,
+    files: ModelFiles,
+    environment: Mapping[str, str] = os.environ,
+    fetch: Fetch | None = None,
+) -> None:
+    """Raise `ConfigError` if the model or its tokenizer is neither here nor to be had.
+
+    `files` are the model's. A cached model needs nobody, unless its weights are not in the cache.
+    """
+    if files.is_unreachable:
+        raise ConfigError(files.unreachable)
+    options, _ = read_options(config.model.engine_args)
+    try:
+        for name, revision in (
+            ("--tokenizer", "--tokenizer-revision"),
+            ("--hf-config-path", "--revision"),
+        ):
+            if (path := last_value(options, name)) is not None:
+                found = find_model(path, environment, fetch, last_value(options, revision) or "")
+                if found.is_unreachable:
+                    raise ConfigError(f"{name}: {found.unreachable}")
+        if files.folder is None or files.is_complete:
+            return
+        missing = _missing(replace(files, is_complete=True), options, weights=True)
+        revision = last_value(options, "--revision") or ""
+        if missing and find_in_hub(files.name, environment, fetch, revision).is_unreachable:
+            raise ConfigError(f"{missing[0]} Hugging Face does not answer now.")
+    except ModelFilesError as error:
+        raise ConfigError(str(error)) from error
+
+
 def check_ranges(options: Sequence[GivenOption]) -> None:
     """Refuse numbers of the memory check that vLLM refuses as well."""
     share, offload = last_value(options, SHARE), last_value(options, OFFLOAD)
@@ -99,6 +139,11 @@ def check_ranges(options: Sequence[GivenOption]) -> None:
         raise OptionError(f"{SHARE} {share}: use a number above 0, and 1 at most.")
     if offload is not None and float(offload) < 0:
         raise OptionError(f"{OFFLOAD} {offload}: use 0 or more.")
+    if (kv_bytes := size_value(options, KV_BYTES)) < 0:
+        raise OptionError(f"{KV_BYTES} {kv_bytes}: use 0 or more.")
+    length = last_value(options, LENGTH)
+    if length is not None and (size_value(options, LENGTH) < 0 or length.strip() == "0"):
+        raise OptionError(f"{LENGTH} {length}: use 1 or more, or leave it out.")
 
 
 def _find(
@@ -138,6 +183,15 @@ def load_format(options: Sequence[GivenOption]) -> str:
     return last_value(options, "--load-format") or "auto"
 
 
+def _too_long(
+    model: Mapping[str, Any], options: Sequence[GivenOption], environment: Mapping[str, str]
+) -> list[str]:
+    """Return a sentence if requests may not be as long as the options say."""
+    asked = size_value(options, LENGTH)
+    sentence = length_refusal({**model, **overrides_of(options)}, asked, environment)
+    return [] if sentence is None else [sentence]
+
+
 def _too_many_whole(config: Config, model: Mapping[str, Any]) -> list[str]:
     """Return a sentence if nothing is left to borrow."""
     layers = model.get("num_hidden_layers")
@@ -164,7 +218,7 @@ def _too_large(
     options: Sequence[GivenOption],
     memory: Memory,
 ) -> list[str]:
-    """Return a sentence if weights of `size` bytes surely exceed the memory alone."""
+    """Return a sentence if weights of `size` bytes, or KV beside them, surely exceed the memory."""
     if float(last_value(options, OFFLOAD) or 0):
         return []
     cell = config.cell
@@ -177,7 +231,12 @@ def _too_large(
         needed = max(held) * cell.ranks_per_device
         room, who = int(memory.bytes * utilization), "a device"
     if needed <= room:
-        return []
+        if memory.free_bytes is not None:
+            room = min(room, memory.free_bytes)
+        elif cell.device == "cuda":
+            room = memory.bytes  # The share of a device holds only for KV without a size.
+        sentence = kv_refusal(cell, options, room, needed, memory.device)
+        return [] if sentence is None else [sentence]
     return [
         f"{config.model.path}: its weights take {needed / GIB:.1f} GiB in {who}, but "
         f"{memory.device} has room for {room / GIB:.1f} GiB: {_remedy(config, files, size, room)}"

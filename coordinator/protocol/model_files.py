@@ -9,16 +9,20 @@ import json
 import math
 import queue
 import re
+import ssl
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HUB_LIMIT_S = 1.5
-"""Longest wait for an answer of Hugging Face; without one the model is not checked."""
+"""Longest wait for an answer of Hugging Face."""
+HUB_TRIES = 2
+"""A slow answer to the first question may be quick the second time."""
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MISTRAL_INDEX, MISTRAL_WEIGHTS = (
@@ -67,6 +71,16 @@ class ModelFiles:
     """Where the files are; None if they are not on this machine."""
     is_complete: bool
     """Whether all files must be there: it is a folder, or nothing can be downloaded."""
+    is_unreachable: bool = False
+    """Whether nothing is on this machine, and nobody answers who could be asked for the model."""
+
+    @property
+    def unreachable(self) -> str:
+        """The sentence about a model that is neither here nor to be had."""
+        return (
+            f"the config.json of {self.name} cannot be had: Hugging Face does not answer, and its "
+            "cache has no such model; name the folder of a model, or download it first."
+        )
 
     def __post_init__(self) -> None:
         """Show the fields of a multimodal model's text as those of a text model."""
@@ -98,11 +112,11 @@ def find_model(
         raise ModelFilesError(
             f"{name!r} is neither a folder nor a model's id such as Qwen/Qwen3-8B: check it."
         )
-    return _find_in_hub(name, environment, fetch or get, revision)
+    return _find_by_id(name, environment, fetch, revision)
 
 
-def _find_in_hub(
-    name: str, environment: Mapping[str, str], fetch: Fetch, revision: str
+def _find_by_id(
+    name: str, environment: Mapping[str, str], fetch: Fetch | None, revision: str
 ) -> ModelFiles:
     is_offline = any(
         environment.get(key, "").upper() in ("1", "ON", "YES", "TRUE")
@@ -117,11 +131,20 @@ def _find_in_hub(
             f"{name} is no folder, is not in the cache {cache}, and HF_HUB_OFFLINE forbids "
             "downloads: download it, or name its folder."
         )
+    found = find_in_hub(name, environment, fetch, revision)
+    # What is in the cache without a config.json may be a tokenizer.
+    return found if folder is None else replace(found, is_unreachable=False)
+
+
+def find_in_hub(
+    name: str, environment: Mapping[str, str], fetch: Fetch | None = None, revision: str = ""
+) -> ModelFiles:
+    """Ask Hugging Face for a model's config.json alone; raises `ModelFilesError` if it has none."""
     endpoint = environment.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     token = _token(environment)
     try:
         config = json.loads(
-            fetch(
+            (fetch or get)(
                 f"{endpoint}/{name}/resolve/{revision or 'main'}/{CONFIG}",
                 {"Authorization": f"Bearer {token}"} if token else {},
             )
@@ -132,8 +155,12 @@ def _find_in_hub(
                 f"{name} is no folder, and {endpoint} {reason}: check the id, or set HF_TOKEN."
             ) from error
         config = None
-    except (OSError, ValueError):
+    except ValueError:
         config = None
+    except OSError as error:
+        # An unknown certificate is no silence: vLLM may know its authority.
+        is_silent = not isinstance(getattr(error, "reason", error), ssl.SSLError)
+        return ModelFiles(name, None, None, is_complete=False, is_unreachable=is_silent)
     return ModelFiles(name, config if isinstance(config, dict) else None, None, is_complete=False)
 
 
@@ -167,7 +194,14 @@ def _snapshot(repository: Path, revision: str) -> Path | None:
 
 
 def get(url: str, headers: Mapping[str, str]) -> bytes:
-    """Get a URL within `HUB_LIMIT_S`, also if the names' server does not answer."""
+    """Get a URL within `HUB_LIMIT_S` a try, also if the names' server does not answer."""
+    for _ in range(HUB_TRIES - 1):
+        with suppress(TimeoutError):
+            return _get_once(url, headers)
+    return _get_once(url, headers)
+
+
+def _get_once(url: str, headers: Mapping[str, str]) -> bytes:
     answers: queue.SimpleQueue[bytes | OSError] = queue.SimpleQueue()
 
     def run() -> None:

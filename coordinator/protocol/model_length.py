@@ -5,6 +5,8 @@ from typing import Any
 
 LENGTH_DEFAULT = 2_048
 """vLLM's length for models that do not say theirs, in tokens."""
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""vLLM's variable of users who want longer requests than config.json allows."""
 LENGTH_MAX = 2**40
 """Larger numbers stand for no limit, in tokens."""
 _LENGTHS = (
@@ -17,15 +19,41 @@ _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deep
 
 def model_length(config: Mapping[str, Any]) -> int:
     """Return the most tokens of one request, prompt and answer; a tokenizer may allow fewer."""
-    named = [length for name in _LENGTHS if (length := _length(config.get(name)))]
-    longest = _length(config.get("model_max_length")) or min(named, default=LENGTH_DEFAULT)
-    kinds = list(_ropes(config))
-    if any(_kind(rope) == "longrope" for rope in kinds):
+    longest = _derived_length(config) or _scaled(config, LENGTH_DEFAULT)
+    if any(_kind(rope) == "longrope" for rope in _ropes(config)):
         return int(_length(config.get("original_max_position_embeddings")) or longest)
-    if "gemma3" not in str(config.get("model_type")):
-        factors = [_length(rope.get("factor")) for rope in kinds if _kind(rope) not in _SCALED]
-        longest *= next(filter(None, factors), 1)
     return int(longest)
+
+
+def length_refusal(
+    config: Mapping[str, Any], asked: int, environment: Mapping[str, str]
+) -> str | None:
+    """Return the sentence about requests of `asked` tokens that vLLM refuses at start, or None.
+
+    vLLM's variable for longer requests counts here as well.
+    """
+    longest = max(_derived_length(config), _length(config.get("model_max_length")))
+    allows = environment.get(ALLOW_LONG, "").strip().lower() in ("1", "true")
+    if not longest or asked <= longest or allows:
+        return None
+    return (
+        f"--max-model-len {asked} is more than the {int(longest)} tokens that the model's "
+        f"config.json allows: use at most --max-model-len {int(longest)}, or leave it out."
+    )
+
+
+def _derived_length(config: Mapping[str, Any]) -> float:
+    """Return vLLM's bound of `--max-model-len`, in tokens; 0 if config.json names none."""
+    named = [length for name in _LENGTHS if (length := _length(config.get(name)))]
+    return _scaled(config, _length(config.get("model_max_length")) or min(named, default=0))
+
+
+def _scaled(config: Mapping[str, Any], length: float) -> float:
+    """Return a length times the factor of RoPE that config.json has not applied to it."""
+    if "gemma3" in str(config.get("model_type")):
+        return length
+    factors = [_length(rope.get("factor")) for rope in _ropes(config) if _kind(rope) not in _SCALED]
+    return length * next(filter(None, factors), 1)
 
 
 def _length(value: object) -> float:

@@ -16,6 +16,7 @@ from coordinator.sizing.device_memory import OtherMemory, other_memory
 from coordinator.sizing.model_facts import Device, ModelFacts
 from kvadaptor.geometry import GeometryError
 
+TOO_MUCH_KV = "The KV memory of --kv-cache-memory-bytes exceeds what the weights leave."
 NOTHING = OtherMemory(0, 0, 0, 0)
 
 
@@ -105,12 +106,17 @@ class CellPlan:
     reason: str = ""
     """Why the cell does not start; one sentence without a remedy."""
     advice: str = ""
-    """What to change then."""
+    """What to change then; empty if the reason says it."""
 
     @property
     def fits(self) -> bool:
         """Whether it starts."""
         return not self.reason
+
+    @property
+    def asks_too_much_kv(self) -> bool:
+        """Whether it does not start because of the KV memory that the user names."""
+        return self.reason == TOO_MUCH_KV
 
 
 def plan_cell(facts: ModelFacts, device: Device, division: Division, refused: str = "") -> CellPlan:
@@ -161,7 +167,7 @@ def _reason(facts: ModelFacts, division: Division, rest: int, kv_bytes: int, pag
     if rest < 0:
         return "The weights and what steps need exceed the memory."
     if kv_bytes > rest:
-        return "The KV memory that is asked for exceeds what the weights leave."
+        return TOO_MUCH_KV
     if pages < need:
         return (
             f"A request of {facts.length:,} tokens needs {need:,} pages of KV, and {pages:,} fit."

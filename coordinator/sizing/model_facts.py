@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.protocol.engine_options import GivenOption, is_on, last_value
+from coordinator.protocol.engine_options import GivenOption, is_on, last_value, size_value
 from coordinator.protocol.held_weights import ElementBytes, element_bytes
 from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, CUDA_BLOCK_TOKENS, cpu_kv_bytes
 from coordinator.protocol.model_check import UTILIZATION
@@ -12,10 +12,6 @@ from coordinator.protocol.model_length import model_length
 from coordinator.protocol.model_size import ModelSize, model_size
 from coordinator.sizing.device_memory import CONTEXT, DRIVER, StepLimits, default_limits
 from kvadaptor.geometry import PageGeometry
-
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-"""vLLM's suffixes of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +79,11 @@ def facts_of(
         size=size,
         element=element_bytes(config, given),
         limits=StepLimits(
-            _number(given, "--max-num-batched-tokens") or usual.tokens,
-            _number(given, "--max-num-seqs") or usual.tasks,
+            size_value(given, "--max-num-batched-tokens") or usual.tokens,
+            size_value(given, "--max-num-seqs") or usual.tasks,
         ),
-        length=_number(given, "--max-model-len") or model_length(config),
-        block_tokens=_number(given, "--block-size") or block_tokens,
+        length=size_value(given, "--max-model-len") or model_length(config),
+        block_tokens=size_value(given, "--block-size") or block_tokens,
         experts_per_token=int(config.get("num_experts_per_tok") or 1),
         eager=is_on(given, "--enforce-eager"),
     )
@@ -95,17 +91,8 @@ def facts_of(
 
 def device_of(given: Sequence[GivenOption], kind: str, memory_bytes: int, ranks: int) -> Device:
     """Return the device of a cell of `ranks` ranks, with vLLM's options about its memory."""
-    kv_bytes = _number(given, "--kv-cache-memory-bytes") or None
+    kv_bytes = size_value(given, "--kv-cache-memory-bytes") or None
     if kind == "cpu" and kv_bytes is None:
         kv_bytes = cpu_kv_bytes(memory_bytes, ranks)
     share = float(last_value(given, "--gpu-memory-utilization") or UTILIZATION)
     return Device(kind, memory_bytes, share, kv_bytes)
-
-
-def _number(given: Sequence[GivenOption], name: str) -> int:
-    """Return the value of an option that takes a size such as 4096, 4k or 4K; 0 if it is open."""
-    text = (last_value(given, name) or "").strip()
-    if text in ("", "auto", "-1"):
-        return 0
-    unit = {**_SUFFIXES, **_BINARY}.get(text[-1])
-    return int(text) if unit is None else int(float(text[:-1]) * unit)

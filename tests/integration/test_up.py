@@ -33,6 +33,7 @@ class Up:
     def __init__(self, runtime: Path, *arguments: str, command: str = "up") -> None:
         own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"), str(runtime))
         self._env = {**os.environ, **own}
+        self.runtime = runtime
         self._log = runtime / "up.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -126,8 +127,9 @@ def base_url(running: Up) -> str:
     return running.until_said(r"OpenAI API +(\S+)")[1]
 
 
-def complete(url: str, tokens: int) -> Any:
-    body = {"model": "aileron-demo", "prompt": "def", "max_tokens": tokens, "ignore_eos": True}
+def complete(url: str, tokens: int, **fields: Any) -> Any:
+    body = {"model": "aileron-demo", "prompt": "def", "max_tokens": tokens, **fields}
+    body["ignore_eos"] = True
     request = urllib.request.Request(
         f"{url}/completions",
         data=json.dumps(body).encode(),
@@ -148,6 +150,13 @@ def test_progress_is_shown_and_requests_are_served(serving: Up) -> None:
         assert stage in serving.said
     assert serves_after_s(serving) > 0
     assert complete(base_url(serving), 8)["usage"]["completion_tokens"] == 8
+
+
+def test_logprobs_compile_nothing_at_their_first_request(serving: Up) -> None:
+    """A compiler's run, with its file of machine code, took seconds there."""
+    answer = complete(base_url(serving), 8, logprobs=2)
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 8
+    assert not list(serving.runtime.rglob("*.so"))
 
 
 @pytest.mark.long

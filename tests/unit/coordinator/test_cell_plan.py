@@ -15,7 +15,7 @@ from comm_pool.mixed import Mixed
 from coordinator.protocol.engine_options import read_options
 from coordinator.protocol.held_weights import ElementBytes, element_bytes, held_bytes
 from coordinator.protocol.kv_defaults import CUDA_BLOCK_TOKENS
-from coordinator.protocol.model_length import model_length
+from coordinator.protocol.model_length import length_refusal, model_length
 from coordinator.protocol.model_size import model_size
 from coordinator.sizing.cell_plan import (
     CellPlan,
@@ -195,6 +195,32 @@ def test_scaled_lengths_are_those_of_vllm(rope: dict[str, Any]) -> None:
     assert model_length(json.loads(config.to_json_string(use_diff=True))) == vllm_length(config)
 
 
+@pytest.mark.parametrize("field", ["", "model_max_length"])
+@pytest.mark.parametrize("kind", ["", "linear", "dynamic", "yarn", "longrope", "llama3"])
+def test_the_longest_length_is_that_of_vllm(kind: str, field: str) -> None:
+    """Also with a factor that config.json has applied already, and with another bound."""
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 256,
+            "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0}  # fmt: skip
+    parameters = {"rope_theta": 1e6, **(rope if kind else {"rope_type": "default"})}
+    fields = {field: 1_024} if field else {}
+    config = AutoConfig.for_model("qwen3", **SIZES, **fields, rope_parameters=parameters)
+    stored = json.loads(config.to_json_string(use_diff=True))
+    refused = [length_refusal(stored, asked, {}) is not None for asked in (64, 4_000, 10**7)]
+    assert refused == [vllm_refuses(config, asked) for asked in (64, 4_000, 10**7)]
+    longest = next(n for n in range(64, 10**5) if length_refusal(stored, n + 1, {}) is not None)
+    assert not vllm_refuses(config, longest)
+    assert vllm_refuses(config, longest + 1)
+
+
+def vllm_refuses(config: Any, asked: int) -> bool:
+    try:
+        vllm_length(config, asked)
+    except ValueError:
+        return True
+    return False
+
+
 def _always(value: Any, *_: object) -> Any:
     return value
 
@@ -205,7 +231,7 @@ def config_of(family: Family) -> Any:
     return AutoConfig.for_model(family.kind, **fields)
 
 
-def vllm_length(config: Any) -> int:
+def vllm_length(config: Any, asked: int | None = None) -> int:
     """What vLLM derives."""
     from vllm.config.model import _get_and_verify_max_len
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
@@ -213,4 +239,4 @@ def vllm_length(config: Any) -> int:
     found = ModelArchConfigConvertorBase(config, config)
     derived = type("Derived", (), {"derived_max_model_len_and_key": None})()
     derived.derived_max_model_len_and_key = found.derive_max_model_len_and_key()
-    return int(_get_and_verify_max_len(config, derived, None, None, False, None))
+    return int(_get_and_verify_max_len(config, derived, None, asked, False, None))

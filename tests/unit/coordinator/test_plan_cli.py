@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,29 @@ def test_what_cannot_be_served_so_says_why(
     fits = {(each["weight_parts"], each["borrow"]): each["fits"] for each in found["cells"]}
     assert fits == {(1, None): False, (2, "ffn"): False, (2, "all"): True, (2, "none"): True}
     assert "quantization 'awq'" in found["cells"][0]["reason"]
+
+
+def test_kv_memory_that_is_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpus", "2", "--memory", "80", "--max-model-len", "8k", "--weight-parts", "1")
+    found = planned(capsys, QWEN, *words, "--kv-cache-memory-bytes", "99999999999999")
+    cell = found["cells"][0]
+    assert "--kv-cache-memory-bytes exceeds" in cell["reason"]
+    advised = re.search(r"use at most --kv-cache-memory-bytes (\d+)", cell["advice"])
+    assert advised is not None
+    assert "smaller model" not in cell["advice"]
+    again = planned(capsys, QWEN, *words, "--kv-cache-memory-bytes", advised[1])
+    assert again["cells"][0]["fits"]
+
+
+def test_what_no_device_changes_gets_no_advice_about_devices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {**CONFIGS[QWEN], "layer_types": ["linear_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--gpus", "2", "--memory", "80"]) == 1
+    printed = capsys.readouterr().out
+    assert "serve a model whose layers all have attention." in printed
+    assert "Remedy" not in printed
 
 
 def test_more_gpus_are_advised_where_the_model_is_served(

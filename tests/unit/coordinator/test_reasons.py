@@ -1,5 +1,6 @@
 """The last line on the screen is the reason, and no error of Python's stands in its place."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,11 @@ def test_an_error_that_says_what_is_wrong_is_the_reason() -> None:
         raise RuntimeError("No memory for\n  the cache: raise it.")
     assert reason_of(full.value) == "No memory for the cache: raise it."
     assert "--weight-parts" in reason_of(MemoryError())
+    no_memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    of_torch = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+    for error in (no_memory, of_torch):
+        assert "lower --kv-cache-memory-bytes" in reason_of(error)
+    assert "--shm-size=1g" in reason_of(OSError(errno.ENOSPC, "No space left on device"))
 
     class Limits(BaseModel):
         count: int

@@ -213,7 +213,9 @@ class ModeRunner(CPUModelRunner):
             state = self.requests[batch.req_ids[index]]
             position = len(state.output_token_ids)
             generator.manual_seed(position_seed(state.sampling_params.seed, position))
-        return super()._sample(logits, spec_decode_metadata)
+        # As above: torch.compile would take seconds at the first request with logprobs.
+        with torch.compiler.set_stance("force_eager"):
+            return super()._sample(logits, spec_decode_metadata)
 
 
 def _state_of(request: NewRequestData, generated: list[int]) -> CachedRequestState:
