@@ -125,9 +125,9 @@ def check_files(config: Config) -> ModelFiles:
         check_nccl(config)
         files = check_model(config, memory=memory)
         require_reachable(config, files)
-        return files
     except (ConfigError, CertificateError) as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
+    return files
 
 
 def _with_goals(config: Config) -> Config:

@@ -37,7 +37,7 @@ def reason_of(error: BaseException) -> str:
             "after the --."
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        place = error.filename or "/dev/shm, or the disk of the run folder,"
+        place = error.filename or "the disk of the run folder, or the memory of /dev/shm,"
         return f"{place} is full: free space there, or start the container with --shm-size=1g."
     if isinstance(error, ValidationError):
         return sentences_of(error)

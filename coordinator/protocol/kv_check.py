@@ -30,8 +30,8 @@ def kv_refusal(
     remedy = f"use at most {KV_BYTES} {advised}" if advised else "use fewer --ranks"
     return (
         f"{KV_BYTES} {asked}: {ranks} {asked / GIB:,.1f} GiB for KV beside weights of "
-        f"{held / GIB:,.1f} GiB in all, but {where} has room for {room / GIB:,.1f} GiB: {remedy}, or leave "
-        "it out."
+        f"{held / GIB:,.1f} GiB in all, but {where} has room for {room / GIB:,.1f} GiB: {remedy}, "
+        "or leave it out."
     )
 
 

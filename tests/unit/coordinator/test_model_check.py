@@ -127,7 +127,7 @@ def test_a_model_that_nobody_has_is_refused_before_processes_start(tmp_path: Pat
     unreachable = "config.json of org/name cannot be had: Hugging Face does not answer"
     with pytest.raises(ConfigError, match=unreachable):
         reach(tmp_path)
-    with pytest.raises(ConfigError, match="--tokenizer: the config.json of a/b cannot be had"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: the config\.json of a/b cannot be had"):
         reach(tmp_path, "--tokenizer", "a/b", model=str(MODEL_DIR))
     # Somebody answers, so vLLM decides.
     reach(tmp_path, fetch=hub_says(404, "EntryNotFound"))
@@ -146,7 +146,7 @@ def test_a_cached_model_needs_nobody_unless_its_weights_are_missing(tmp_path: Pa
     reach(tmp_path)
     reach(tmp_path, "--tokenizer", "org/name")
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no weights.*Hugging Face does not answer now"):
+    with pytest.raises(ConfigError, match=r"has no weights.*Hugging Face does not answer now"):
         reach(tmp_path)
     reach(tmp_path, fetch=hub_says(503, ""))
 
@@ -170,7 +170,7 @@ def test_every_command_says_at_once_that_a_model_cannot_be_had(
 
 def test_kv_memory_that_does_not_fit_names_a_value_that_does() -> None:
     machine = Memory(24 * 2**30, "this machine", 16 * 2**30)
-    with pytest.raises(ConfigError, match="this machine has room for 16.0 GiB: use at most") as no:
+    with pytest.raises(ConfigError, match=r"room for 16\.0 GiB: use at most") as no:
         check(MODEL_DIR, "--kv-cache-memory-bytes", "9G", memory=machine, ranks=2)
     advised = re.search(r"at most --kv-cache-memory-bytes (\d+)", str(no.value))
     assert advised is not None
@@ -179,7 +179,7 @@ def test_kv_memory_that_does_not_fit_names_a_value_that_does() -> None:
     check(MODEL_DIR, "--kv-cache-memory-bytes", "9G", memory=machine, ranks=1, widths=(1,),
           layout="dp1")  # fmt: skip
     gpu = Memory(80 * 2**30, "its GPU")
-    with pytest.raises(ConfigError, match="its GPU has room for 80.0 GiB"):
+    with pytest.raises(ConfigError, match=r"its GPU has room for 80\.0 GiB"):
         check(MODEL_DIR, "--kv-cache-memory-bytes", "81G", memory=gpu, device="cuda")
     check(MODEL_DIR, "--kv-cache-memory-bytes", "70G", memory=gpu, device="cuda")
     with pytest.raises(ConfigError, match="-5: use 0 or more"):
