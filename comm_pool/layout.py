@@ -8,6 +8,7 @@ widths that `comm_pool.plan` accepts, has a communicator there (groups: Flying S
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, pairwise
@@ -216,7 +217,7 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     groups: list[Group] = []
     first = 0
     for token in text.split("+"):
-        word, count, parts = _read_token(token, text)
+        word, count, parts = _read_token(token, text, world, widths)
         if word not in (Mode.DP, _ABSENT):
             _check_wide(token, count, first, widths)
         if parts > 1:
@@ -333,7 +334,22 @@ def _spans(layout: Layout, world: int) -> Iterator[tuple[str, int, str]]:
         yield _ABSENT, world - first, f"{_ABSENT}{world - first}"
 
 
-def _read_token(token: str, text: str) -> tuple[str, int, int]:
+def _proposal(text: str, world: int, widths: Collection[int]) -> str:
+    """Return the end of a sentence about a text that is no layout: the likely one, or examples."""
+    plain = re.sub(r"[\s_-]", "", text).lower()
+    if plain != text:
+        with suppress(LayoutError):
+            parse_layout(plain, world, widths)
+            return f"did you mean '{plain}'?"
+    wide = sorted(width for width in set(widths) if width > 1 and world % width == 0)
+    names = ["+".join([f"{Mode.TP}{width}"] * (world // width)) for width in wide]
+    names += [f"{mode}{world}" for mode in (Mode.SP, Mode.SHIFT) if world in wide]
+    if not names:
+        return f"write '{Mode.DP}{world}'."
+    return f"write one such as {', '.join([f'{Mode.DP}{world}', *names[:-1]])} or {names[-1]}."
+
+
+def _read_token(token: str, text: str, world: int, widths: Collection[int]) -> tuple[str, int, int]:
     """Return (word, ranks, parts of the weights); the parts are 1 unless the group is mixed."""
     if (mixed := _MIXED_TOKEN.fullmatch(token)) is not None:
         shares, parts = int(mixed[2]), int(mixed[3])
@@ -345,7 +361,8 @@ def _read_token(token: str, text: str) -> tuple[str, int, int]:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise LayoutError(
-            f"'{token}' in layout '{text}' is not a word with a number, such as 'dp4' or 'tp2+dp2'."
+            f"'{token}' in layout '{text}' is not a word with a number; "
+            f"{_proposal(text, world, widths)}"
         )
     word, count = match[1], int(match[2])
     if word not in words:

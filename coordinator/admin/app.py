@@ -243,13 +243,23 @@ async def _renew(context: AdminContext, wanted: Sequence[int]) -> dict[str, Any]
     ranks = tuple(map(Rank, sorted(wanted)))
     groups = communicator_plan(context.world, context.widths)
     if ranks and ranks not in (*groups, *zip(range(context.world), strict=True)):
-        text = "Name the ranks of one group, such as [0, 1] for a tp2, or none for all ranks."
-        raise AnswerError(400, "invalid_value", text, "ranks")
+        raise AnswerError(400, "invalid_value", _no_group(ranks, groups, context.world), "ranks")
     if not context.owner.launcher_outboxes:
         text = "No launcher of ranks is connected: check that `aileron rank` runs, and try again."
         raise AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
     return context.core.views.layout()
+
+
+def _no_group(ranks: Sequence[int], groups: Sequence[Sequence[int]], world: int) -> str:
+    """Return the sentence about ranks that are not those of one group."""
+    absent = next((rank for rank in ranks if not 0 <= rank < world), None)
+    if absent is not None:
+        others = f"the ranks are 0 to {world - 1}" if world > 1 else "the only rank is 0"
+        return f"Rank {absent} does not exist: {others}."
+    example = next((f"such as {' '.join(map(str, each))}, " for each in groups), "")
+    names = ", ".join(map(str, ranks))
+    return f"Ranks {names} are no group: name one rank, those of one group, {example}or none."
 
 
 async def _reload(context: AdminContext) -> dict[str, Any]:

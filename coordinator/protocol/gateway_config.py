@@ -45,7 +45,8 @@ class GatewayConfig(BaseModel):
     objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
     """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
     media_domains: tuple[str, ...] = ()
-    """Domains whose media requests may name; inline media are always allowed."""
+    """Domains whose media requests may name. It has no effect so far: models of text alone are
+    served."""
     requests_max: int = Field(default=4_096, ge=1)
     """Most requests in progress, over all processes. The lowest tiers may use a part of it, and one
     tenant alone eight ninths of its tier's part."""

@@ -85,8 +85,8 @@ class KeyRing:
             text = "Too many wrong API keys came from this address: wait before the next try."
             return api_error("rate_limit_exceeded", text, retry_after_s=60)
         if not (bearer or sent):
-            way = f"{own_header}: KEY" if own_header else "Authorization: Bearer KEY"
-            text = f"No API key was sent: send it as `{way}`."
+            other = f" or `{own_header}: KEY`" if own_header else ""
+            text = f"No API key was sent: send it as `Authorization: Bearer KEY`{other}."
         else:
             text = "The API key is not valid: check it, or ask the server's operator for one."
         return api_error("invalid_api_key", text)

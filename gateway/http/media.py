@@ -21,8 +21,8 @@ _MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
 """A message without any of these bytes names no media; a key may be written with escapes."""
 
 MEDIA_TEXT = (
-    "Media must be inline (a data: URL) or come from an allowed domain; the server's operator sets "
-    "gateway.media_domains."
+    "This server has text models alone: send messages of text, without images, audio, video and "
+    "files."
 )
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")

@@ -277,6 +277,10 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         for wrong in ([1, 2], [0, 1, 2], [4], [0, 0], [-1], ["0"], 0):
             answer = await cell.http.post("/admin/renew", json={"ranks": wrong})
             assert answer.status_code in (400, 422), wrong
+        answer = await cell.http.post("/admin/renew", json={"ranks": [4, 7]})
+        assert error_of(answer)["message"] == "Rank 4 does not exist: the ranks are 0 to 3."
+        answer = await cell.http.post("/admin/renew", json={"ranks": [1, 2]})
+        assert "name one rank, those of one group, such as 0 1, or none" in str(error_of(answer))
 
 
 async def test_usage_is_by_tenant_and_tier(cell: Cell) -> None:

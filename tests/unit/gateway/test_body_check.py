@@ -201,6 +201,7 @@ def test_media_of_other_places_are_refused(url: object) -> None:
     assert isinstance(found, ApiError)
     assert (found.code, found.param) == ("invalid_value", "messages")
     assert "passwd" not in found.message
+    assert "has text models alone" in found.message, "no setting of the operator changes it"
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "https://good.example/x.png"])
