@@ -141,7 +141,7 @@ def _new_key(options: argparse.Namespace, secret: str, keys: Keys, now: datetime
             expires=expiry_of(options.expires, now) if options.expires else None,
             max_tier=options.max_tier,
             default_tier=options.default_tier or _default_tier(options.max_tier),
-            **{name: getattr(options, name) for name in LIMITS},
+            **{name: limit for name in LIMITS if (limit := getattr(options, name)) is not None},
         )
     except ValidationError as error:
         raise CliError(_in_options(sentences_of(error)), USAGE_STATUS) from error

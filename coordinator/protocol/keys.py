@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from coordinator.protocol.config import ConfigError
-from coordinator.protocol.settings_file import check_text
+from coordinator.protocol.settings_file import NO_SETTINGS, check_text
 
 KEY_PREFIX = "sk-aileron-"
 KEY_BYTES = 32
@@ -43,7 +43,7 @@ State = Literal["active", "expired", "revoked"]
 
 
 class ApiKey(BaseModel):
-    """One key and its limits; a limit of 0 means none."""
+    """One key and its limits; without a limit the value is 0, which nobody may write."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,13 +62,21 @@ class ApiKey(BaseModel):
     """The most urgent tier that its requests may use."""
     default_tier: TierName = "standard"
     """The tier of requests that name none."""
-    requests_per_minute: int = Field(default=0, ge=0)
-    tokens_per_minute: int = Field(default=0, ge=0)
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
     """Prompt and generated tokens together."""
-    tokens_per_day: int = Field(default=0, ge=0)
+    tokens_per_day: int = 0
     """The same for a day, which begins at 00:00 UTC."""
-    max_parallel: int = Field(default=0, ge=0)
+    max_parallel: int = 0
     """Most requests that one gateway process answers at once."""
+
+    @field_validator("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_parallel")
+    @classmethod
+    def _check_limit(cls, value: int) -> int:
+        # This runs for what somebody wrote: 0 looks like "nothing allowed".
+        if value < 1:
+            raise ValueError("must be 1 or more; leave it out for no limit.")
+        return value
 
     @field_validator("hash")
     @classmethod
@@ -180,12 +188,21 @@ def read_keys(text: bytes | str, path: Path) -> dict[str, ApiKey]:
     # No fault quotes a value: a key pasted in place of its hash must not reach a log.
     reading = check_text(text, _KeyFile)
     if reading.value is None and not reading.is_empty:
-        raise ConfigError(f"{path}: {' '.join(map(str, reading.faults))}")
+        raise ConfigError(f"{path}: {_in_words_of_keys(' '.join(map(str, reading.faults)))}")
     keys = reading.value.keys if reading.value is not None else ()
     by_hash = {key.hash: key for key in keys}
     if len(by_hash) < len(keys):
         raise ConfigError(f"{path}: the same hash is listed twice; remove one entry.")
     return by_hash
+
+
+def _in_words_of_keys(faults: str) -> str:
+    """Return faults of a file in words for keys, not for a configuration."""
+    faults = faults.replace(
+        NO_SETTINGS, "it has no list of keys: `aileron key new --file` writes one."
+    )
+    faults = faults.replace("keys must be a list", "keys must be a list of entries, each with hash")
+    return re.sub(r"\bsetting(s?)\b", r"field\1", faults)
 
 
 def dump_key(key: ApiKey, indent: int = 2) -> str:

@@ -56,8 +56,10 @@ def run_checks(*checks: Callable[[], object]) -> None:
 
 def proposal(name: str, names: Iterable[str], prefix: str = "") -> str:
     """Return the end of a sentence about an unknown name, with the most similar known one."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=SIMILAR_MIN)
-    return f"; did you mean {prefix}{found[0]}?" if found else "."
+    # Dashes make any two options alike.
+    plain = {each.strip("-").lower(): each for each in names}
+    found = difflib.get_close_matches(name.strip("-").lower(), plain, n=1, cutoff=SIMILAR_MIN)
+    return f"; did you mean {prefix}{plain[found[0]]}?" if found else "."
 
 
 def sentences_of(error: ValidationError, model: type[BaseModel] | None = None) -> str:
@@ -96,6 +98,11 @@ def _sentence(kind: str, place: Place, message: str, model: type[BaseModel] | No
         if end == "." and (elsewhere := [each for each in _paths(model) if each[-1] == name]):
             end = f"; did you mean {'.'.join(elsewhere[0])}?"
         return f"unknown setting {path}{end}"
+    if kind == "model_type" and (names := _settings(model, place)):
+        how = f"write `{place[-1]}:` and below it, indented, lines such as `{names[0]}: …`"
+        if isinstance(place[-1], int):
+            how = f"write lines such as `- {names[0]}: …`"
+        return f"{path} must have settings below it: {how}."
     message = _message(kind, message)
     if not path or path in message:
         return f"{message}."

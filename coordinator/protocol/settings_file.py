@@ -24,7 +24,8 @@ PLACEHOLDER = "x"
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_EMPTY = "it has no settings: write `name: value` lines."
+NO_SETTINGS = "it has no settings: write `name: value` lines."
+"""The fault of an empty file."""
 _NAMES = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*")
 
 
@@ -73,7 +74,7 @@ def check_text(
     except (yaml.YAMLError, ValueError) as error:
         return Reading(None, (_syntax_fault(error),))
     if root is None or not isinstance(data, dict) or not data:
-        return Reading(None, (Fault(0, _EMPTY),), is_empty=data is None or data == {})
+        return Reading(None, (Fault(0, NO_SETTINGS),), is_empty=data is None or data == {})
     lines = _Lines(root)
     value, mistakes = _check(data, model, entangled)
     faults = [*_twice(root), *(Fault(lines.of(each), each.sentence) for each in mistakes)]

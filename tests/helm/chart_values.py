@@ -224,10 +224,10 @@ class KeyEntry(_Values):
     revoked: str = ""
     max_tier: TierName = "interactive"
     default_tier: TierName = "standard"
-    requests_per_minute: Annotated[int, Field(ge=0)] = 0
-    tokens_per_minute: Annotated[int, Field(ge=0)] = 0
-    tokens_per_day: Annotated[int, Field(ge=0)] = 0
-    max_parallel: Annotated[int, Field(ge=0)] = 0
+    requests_per_minute: Annotated[int, Field(ge=1)] = 0
+    tokens_per_minute: Annotated[int, Field(ge=1)] = 0
+    tokens_per_day: Annotated[int, Field(ge=1)] = 0
+    max_parallel: Annotated[int, Field(ge=1)] = 0
 
 
 class ApiKeys(_Values):

@@ -55,16 +55,19 @@ def key(
     expires: datetime | None = None,
     revoked: datetime | None = None,
 ) -> ApiKey:
+    limits: dict[str, Any] = {
+        "requests_per_minute": requests,
+        "tokens_per_minute": tokens,
+        "tokens_per_day": day,
+        "max_parallel": parallel,
+    }
     return ApiKey(
         hash=hash_of("sk-" + name),
         tenant=name,
         max_tier=max_tier,
-        requests_per_minute=requests,
-        tokens_per_minute=tokens,
-        tokens_per_day=day,
-        max_parallel=parallel,
         expires=expires,
         revoked=revoked,
+        **{name: limit for name, limit in limits.items() if limit},
     )
 
 

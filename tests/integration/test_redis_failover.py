@@ -42,7 +42,6 @@ KEY = ApiKey(
     max_tier="interactive",
     default_tier="standard",
     requests_per_minute=PER_MINUTE,
-    tokens_per_minute=0,
 )
 
 

@@ -96,7 +96,10 @@ def test_every_fault_is_found_in_one_run(file: Path, capsys: pytest.CaptureFixtu
         24: ["unknown setting slo.sizes.0.interactve; did you mean slo.sizes.0.interactive?"],
         25: ["unknown setting rate_limit_storage; did you mean gateway.rate_limit_storage?"],
         26: ["unknown setting logg; did you mean log?"],
-        27: ["policy must have settings below it."],
+        27: [
+            "policy must have settings below it: write `policy:` and below it, indented, lines "
+            "such as `name: …`."
+        ],
     }
     assert {line: found[line] for line in wanted} == wanted
     assert sorted(set(found) - set(wanted)) == [11, 17, 19], "what several settings contradict"
@@ -133,7 +136,7 @@ def test_all_relations_are_checked_at_once(file: Path, capsys: pytest.CaptureFix
         ("gateway: {port: 1}\n", 0, "model is missing."),
         ("model:\n  served_name: x\n", 1, "model.path is missing."),
         ("model: {path: x}\nmodel: {path: y}\n", 2, "stands here again after line 1"),
-        ("model: {path: x}\ngateway: 7\n", 2, "gateway must have settings below it."),
+        ("model: {path: x}\ngateway: 7\n", 2, "lines such as `host: …`."),
         ("model: {path: x}\ncell: {widths: 7}\n", 2, "cell.widths must be a list."),
         ("model: {path: x}\ncell: {exchange_parts: []}\n", 2, "must have at least 1 item"),
     ],

@@ -35,6 +35,7 @@ def test_file_holds_hashes_and_keys_are_found_by_them(tmp_path: Path) -> None:
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, expires: 2027-13-45}}]", "not valid YAML"),
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, expires: soon}}]", "keys.0.expires must"),
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, max_parallel: -1}}]", "keys.0.max_parallel"),
+        (f"keys: [{{hash: '{hash_of('x')}', tenant: a, tokens_per_day: 0}}]", "must be 1 or more"),
         (f"keys: [{{hash: '{hash_of('x')}', tenant: a, prefix: {'x' * 33}}}]", "keys.0.prefix"),
         (
             f"keys: [{{hash: '{hash_of('x')}', tenant: a, max_tier: batch, "
@@ -85,8 +86,8 @@ def test_every_mistake_in_a_file_has_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_keys(write(tmp_path / "keys.yaml", text))
     assert str(caught.value).endswith(
-        "keys.yaml: line 4: unknown setting keys.0.max_paralel; did you mean keys.0.max_parallel? "
-        "line 7: keys.1.tokens_per_day must be greater than or equal to 0."
+        "keys.yaml: line 4: unknown field keys.0.max_paralel; did you mean keys.0.max_parallel? "
+        "line 7: keys.1.tokens_per_day must be 1 or more; leave it out for no limit."
     )
 
 

@@ -111,7 +111,11 @@ async def test_a_reason_outlives_the_noise_at_exit(
         ({"gateway": {"port": 70_000}}, "gateway.port must be less than or equal to 65535."),
         ({"gateway": {"port": "x"}}, "gateway.port must be a valid integer"),
         ({"model": {}}, "model.path is missing."),
-        ({"model": None}, "model must have settings below it."),
+        (
+            {"model": None},
+            "model must have settings below it: write `model:` and below it, indented, lines such "
+            "as `path: …`.",
+        ),
         ({"cell": {"layout": "tp3"}}, "cell.layout: "),
         ({"tracing": {"endpoint": "a"}}, "tracing: endpoint must be"),
     ],
