@@ -7,6 +7,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from coordinator.cli.errors import USAGE_STATUS, CliError
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 
@@ -65,8 +68,25 @@ def remove_record(pid: int) -> None:
 
 
 def find_admin_url(given: str | None) -> str:
-    """Return the given URL, else the last run's, else the default port's."""
+    """Return the given URL, else the last run's, else the default port's; raises `CliError`."""
     if given:
-        return given.rstrip("/")
+        return _url_of(given)
     run = read_record()
     return run.admin_url if run else DEFAULT_ADMIN_URL
+
+
+def _url_of(given: str) -> str:
+    """Return the URL of an address that may lack its scheme."""
+    url = given.strip().rstrip("/")
+    url = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(url)
+        is_usable = bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise CliError(
+            f"--admin-url {given} is no address: use one such as {DEFAULT_ADMIN_URL}.",
+            USAGE_STATUS,
+        )
+    return url

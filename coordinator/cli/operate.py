@@ -48,7 +48,7 @@ def run_status(options: argparse.Namespace) -> int:
     serving = "serving" if status["serving"] else f"switching to {status['target']}"
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
-    print(f"gateways {status['gateways']}   policy {status['policy']}")
+    print(f"gateways {status['gateways']}   policy {status['policy']}   admin API {client.url}")
     if (config := status.get("config")) is not None:
         print(f"config   {config['hash']}, read at {config['read_at']}")
         if config["refusal"]:
@@ -76,7 +76,7 @@ def run_switch(options: argparse.Namespace) -> int:
         if before["layout"] == options.layout and before["serving"]:
             print(f"{options.layout} serves already, epoch {before['epoch']}.")
             return 0
-        print(f"switching from {before['layout']} to {options.layout} …", flush=True)
+        print(f"switching {client.url} from {before['layout']} to {options.layout} …", flush=True)
     answer = client.post("/admin/layout?wait=1", body)
     if options.json:
         return _print_json(answer)

@@ -43,7 +43,10 @@ def watch(client: AdminClient) -> int:
         try:
             while True:
                 view = render(answer, samples, console.width, console.height)
-                note = Text(problem or "Press Ctrl-C to quit.", style="red" if problem else "dim")
+                note = Text(
+                    problem or f"{client.url}; press Ctrl-C to quit.",
+                    style="red" if problem else "dim",
+                )
                 live.update(Group(view, note), refresh=True)
                 time.sleep(POLL_S)
                 try:
