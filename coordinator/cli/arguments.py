@@ -7,28 +7,23 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from coordinator.cli import runs
 from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.cli.parser import Parser
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 -- it has no public name
+    Commands = argparse._SubParsersAction["Parser"]  # noqa: SLF001 -- it has no public name
 
 TIERS = ("interactive", "standard", "batch")
 CARRIES = ("reshard", "pause", "drain", "recompute", "speculate")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("json", "console")
 ADMIN_CA_HELP = "PEM file of the authority of an https admin port; default: $AILERON_ADMIN_CA"
+WITHOUT_ACTION: tuple[list[str], ...] = ([], ["key"], ["config"])
+"""Command lines that ask for nothing, so they get help."""
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises one sentence instead of printing usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error as a `CliError`."""
-        raise CliError(f"{message} (see `{self.prog} --help`).", USAGE_STATUS)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -38,10 +33,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] == "key" and _is_option(arguments[1:2]):
         # `aileron key --tenant acme`, from before there were other actions.
         arguments = ["key", "new", *arguments[1:]]
+    if list(arguments) in WITHOUT_ACTION:
+        arguments = [*arguments, "--help"]
     own, engine_args = _split_engine_args(arguments)
     options, unknown = _parser().parse_known_args(own)
     if unknown:
         raise CliError(_advice_on(unknown, _name_of(options)), USAGE_STATUS)
+    _settle_model(options)
     takes_them = options.name == "up" or getattr(options, "model", None) is not None
     if engine_args and not takes_them:
         raise CliError(
@@ -50,6 +48,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     options.engine_args = tuple(engine_args)
     return options
+
+
+def _settle_model(options: argparse.Namespace) -> None:
+    """Let the model be named as a word or by --model, where a command takes both."""
+    word = getattr(options, "model_word", None)
+    if word is not None and options.model not in (None, word):
+        raise CliError(f"{word} and {options.model}: name one model.", USAGE_STATUS)
+    if word is not None:
+        options.model = word
+    if options.name == "plan" and options.model is None:
+        raise CliError("name the model: aileron plan MODEL.", USAGE_STATUS)
 
 
 def _is_option(words: Sequence[str]) -> bool:
@@ -88,7 +97,7 @@ def _names_of(command: str) -> list[str]:
 def _parse_serve(words: Sequence[str]) -> argparse.Namespace:
     from coordinator.cli.serve import parse_serve
 
-    parser = _Parser(prog="aileron", add_help=False)
+    parser = Parser(prog="aileron", add_help=False)
     commands = parser.add_subparsers(dest="name", metavar="COMMAND")
     _add_serve(commands)
     return parse_serve(commands.choices["serve"], words, os.environ)
@@ -103,7 +112,7 @@ def _split_engine_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="aileron",
         description="LLM serving that changes its parallelism while requests are running.",
     )
@@ -310,11 +319,11 @@ def _add_doctor(commands: "Commands") -> None:
         epilog="As in aileron up, options of vLLM may follow after --.",
     )
     doctor.set_defaults(command=_doctor)
-    doctor.add_argument("--model", metavar="PATH_OR_HF_ID", help="check whether it can be served")
-    doctor.add_argument("--ranks", type=int, metavar="N", help="with --model: as in aileron up")
-    doctor.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="with --model: as in aileron up"
-    )
+    add = doctor.add_argument
+    add("model_word", nargs="?", metavar="MODEL", help="the same as --model")
+    add("--model", metavar="PATH_OR_HF_ID", help="check whether it can be served")
+    add("--ranks", "--gpus", type=int, metavar="N", help="as in aileron up")
+    add("--device", choices=("auto", "cpu", "cuda"), help="as in aileron up")
 
 
 def _add_plan(commands: "Commands") -> None:
@@ -327,8 +336,15 @@ def _add_plan(commands: "Commands") -> None:
     )
     plan.set_defaults(command=runs.plan)
     add = plan.add_argument
-    add("model", metavar="MODEL", help="folder or Hugging Face id")
-    add("--gpus", type=int, metavar="N", help="default: every GPU of this machine, or 1")
+    add("model_word", nargs="?", metavar="MODEL", help="folder or Hugging Face id")
+    add("--model", metavar="PATH_OR_HF_ID", help="the same as MODEL")
+    add(
+        "--gpus",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="default: every GPU of this machine, or 1",
+    )
     add(
         "--memory",
         type=float,
@@ -430,7 +446,7 @@ def _add_key_new(actions: "Commands") -> None:
         ("tokens-per-day", "prompt and generated tokens from 00:00 UTC"),
         ("max-parallel", "requests at once, for each gateway process"),
     ):
-        add(f"--{name}", type=int, default=0, metavar="N", help=f"most {text}; default: no limit")
+        add(f"--{name}", type=int, metavar="N", help=f"most {text}; default: no limit")
 
 
 def _add_config(commands: "Commands") -> None:
@@ -475,12 +491,12 @@ class _Version(argparse.Action):
 def _doctor(options: argparse.Namespace) -> int:
     from coordinator.cli.doctor import check_one_model, run_doctor
 
-    if options.model is None:
-        return run_doctor(parse_arguments)
     own = [
         word
         for name in ("model", "ranks", "device")
         if (value := getattr(options, name)) is not None
         for word in (f"--{name}", str(value))
     ]
+    if options.model is None:
+        return run_doctor(parse_arguments(["up", *own, "--port", "0", "--admin-port", "0"]))
     return check_one_model(parse_arguments(["up", *own, "--", *options.engine_args]))

@@ -40,6 +40,8 @@ class Cell:
         self._signals = 0
         self.reason = ""
         """Why the run failed, for the last line on the screen."""
+        self.was_killed = False
+        """Whether a second signal has killed the processes."""
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(
@@ -73,6 +75,8 @@ class Cell:
             self._screen.say("stopping; press Ctrl-C again to kill all processes")
             self._end(0)
         else:
+            self.was_killed = True
+            self._screen.say("killed all processes; streams that were running are cut")
             for member in self._members:
                 member.child.kill()
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,7 @@ from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_by
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
-from coordinator.cli.up import check_files
+from coordinator.cli.up import check_files, unwind_at_signals
 from coordinator.protocol.config import Config, dump_config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.engine_options import read_options
@@ -60,11 +60,14 @@ class Check:
     needed: bool = True
 
 
-def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
     """Print every check; the status is 1 if something needed is missing.
 
-    `parse` reads the command line with which the engine's check starts a cell.
+    `options` are those of `aileron up`, with which the engine's check starts a cell. Raises
+    `CliError` if this machine cannot have such a cell.
     """
+    unwind_at_signals()
+    build_config(options, Machine(len(gpu_names()), (0, 0, 0, 0), "", ""))
     healthy = True
     for check in _checks():
         mark = "ok     " if check.ok else "missing" if check.needed else "note   "
@@ -72,7 +75,7 @@ def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
         if not check.ok:
             print(f"           {'':<8}-> {check.advice}", flush=True)
             healthy = healthy and not check.needed
-    engine = _engine_status(parse) if healthy else 0
+    engine = _engine_status(options) if healthy else 0
     return 0 if healthy and engine == 0 else 1
 
 
@@ -81,7 +84,7 @@ def check_one_model(options: argparse.Namespace) -> int:
     machine = Machine(len(gpu_names()), (0, 0, 0, 0), "", "")
     try:
         config = build_config(options, machine)
-        files = check_files(config)
+        files = check_files(config).model
     except CliError as error:
         print(f"refused  model     {error}")
         return 1
@@ -267,14 +270,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _engine_status(parse: Callable[[list[str]], argparse.Namespace]) -> int:
+def _engine_status(options: argparse.Namespace) -> int:
     """Let the worker build the demo model's ranks; only the worker may import vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return 1
     with tempfile.TemporaryDirectory(prefix="aileron-doctor-") as folder:
         grpc, rendezvous, serving, admin = free_ports(4)
         machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), folder, folder)
-        options = parse(["up", "--port", "0", "--admin-port", "0"])
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(build_config(options, machine)))
         command = [*command_of("rank", file), "doctor"]

@@ -49,6 +49,24 @@ OWN_OPTIONS = {
 """vLLM options that aileron decides itself -> what to use instead."""
 
 
+SETTINGS = {
+    "gateway.port": "--port",
+    "gateway.host": "--host",
+    "gateway.processes": "--gateways",
+    "gateway.keys_file": "--keys",
+    "admin.port": "--admin-port",
+    "cell.ranks_per_device": "--ranks-per-device",
+    "cell.ranks": "--ranks",
+    "cell.widths": "--widths",
+    "cell.layout": "--layout",
+    "cell.mixed": "--mixed",
+    "cell.weight_parts": "--weight-parts",
+    "cell.whole_layers": "--whole-layers",
+    "cell.host_kv_gib": "--host-kv",
+}
+"""Settings that options set -> these options."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The machine's values that complete the options."""
@@ -83,7 +101,16 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     try:
         return _with_data_dir(check_config(base), machine.state_dir)
     except ConfigError as error:
-        raise CliError(str(error), USAGE_STATUS) from error
+        raise CliError(_in_options(str(error), options), USAGE_STATUS) from error
+
+
+def _in_options(sentence: str, options: argparse.Namespace) -> str:
+    """Name the option that was given where a sentence begins with the setting that it sets."""
+    for setting, name in SETTINGS.items():
+        is_given = getattr(options, name.strip("-").replace("-", "_"), None) is not None
+        if is_given and re.match(rf"{re.escape(setting)}\b", sentence):
+            return name + sentence.removeprefix(setting)
+    return sentence
 
 
 def _with_data_dir(config: Config, state_dir: str) -> Config:
@@ -151,6 +178,12 @@ def _set_cell(
     ranks: int = cell["ranks"]
     if options.ranks_per_device is not None:
         cell["ranks_per_device"] = options.ranks_per_device
+        if options.ranks_per_device > 1 and cell["device"] == "cpu":
+            raise CliError(
+                f"--ranks-per-device {options.ranks_per_device}: only GPUs are shared so, and the "
+                "ranks are on the CPU, whose cores they share anyway: leave it out.",
+                USAGE_STATUS,
+            )
     needed = -(-ranks // max(1, cell.get("ranks_per_device", 1)))
     if cell["device"] == "cuda" and needed > machine.gpus:
         raise CliError(

@@ -5,6 +5,7 @@ import asyncio
 import functools
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import ssl
@@ -13,10 +14,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comm_pool.layout import LayoutError, parse_layout
 from comm_pool.ports import LOOPBACK
 from coordinator.admin.key import KEY_VARIABLES
 from coordinator.cli.cell import Cell, CellProcess
@@ -46,16 +49,20 @@ STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
 """Processes in stop order, and how long each may take; the gateway lets streams in flight
 finish."""
 LOG_NAMES = {"gateway": "gateway", "rank": "worker", "coordinator": "coordinator"}
+KILLED_STATUS = 130
+"""Exit status after a second Ctrl-C, which cuts running streams."""
 PROBE_LIMIT_S = 2.0
 ENGINE_ARGS = "model.engine_args: "
 """How a message names the setting that the options after -- become."""
+OFFLINE_ENV = "HF_HUB_OFFLINE"
+ONLY_CACHED = "Hugging Face does not answer: the model is served from its cache"
 TOKEN_BYTES = 32
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
 def run_up(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
-    _unwind_at_signals()
+    unwind_at_signals()
     grpc, rendezvous, serving, admin = free_ports(4)
     run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
     ports = (grpc, rendezvous, serving, admin)
@@ -69,7 +76,10 @@ def run_up(options: argparse.Namespace) -> int:
             options.keys = write_keys(own_keys, options.api_keys)
             os.environ.pop(API_KEY_ENV, None)
         config = build_config(options, machine)
-        check_files(config)
+        if check_files(config).only_cached:
+            # Each process would ask again and again for a minute.
+            os.environ[OFFLINE_ENV] = "1"
+            options.notes = (*options.notes, ONLY_CACHED)
         config = _with_goals(config)
         for each in options.notes:
             print(f"aileron: {each}", file=sys.stderr)
@@ -79,7 +89,7 @@ def run_up(options: argparse.Namespace) -> int:
         source = options.config and ConfigSource(
             options.config, lambda: _with_goals(build_config(options, machine))
         )
-        reason = asyncio.run(_serve(config, open_screen(), visible, source))
+        reason, was_killed = asyncio.run(_serve(config, open_screen(), visible, source))
     finally:
         own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
@@ -88,10 +98,10 @@ def run_up(options: argparse.Namespace) -> int:
     if reason:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
         raise CliError(reason)
-    return 0
+    return KILLED_STATUS if was_killed else 0
 
 
-def _unwind_at_signals() -> None:
+def unwind_at_signals() -> None:
     """Let signals that end the process unwind it, until the running cell handles them itself."""
 
     def leave(number: int, _: object) -> None:
@@ -110,7 +120,16 @@ def write_keys(path: Path, secrets_of_user: Sequence[str]) -> Path:
     return path
 
 
-def check_files(config: Config) -> ModelFiles:
+@dataclass(frozen=True, slots=True)
+class CheckedFiles:
+    """The files of a model that can be served."""
+
+    model: ModelFiles
+    only_cached: bool
+    """Whether they come from Hugging Face's cache, and nobody answers there."""
+
+
+def check_files(config: Config) -> CheckedFiles:
     """Refuse what would fail later, before processes import vLLM for 20 s."""
     is_cpu = config.cell.device == "cpu"
     size = host_memory_bytes() if is_cpu else gpu_memory_bytes()
@@ -124,10 +143,10 @@ def check_files(config: Config) -> ModelFiles:
         cell_tls_of(config.cell_tls)
         check_nccl(config)
         files = check_model(config, memory=memory)
-        require_reachable(config, files)
+        only_cached = require_reachable(config, files)
     except (ConfigError, CertificateError) as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
-    return files
+    return CheckedFiles(files, only_cached)
 
 
 def _with_goals(config: Config) -> Config:
@@ -164,8 +183,11 @@ class TerminalFilter:
 
 async def _serve(
     config: Config, screen: Screen, visible: TerminalFilter, source: ConfigSource | None
-) -> str:
-    """Serve until Ctrl-C or a failure; return the reason of the failure, or nothing."""
+) -> tuple[str, bool]:
+    """Serve until Ctrl-C or a failure; return the reason of a failure, and whether all was killed.
+
+    Without a failure the reason is empty.
+    """
     config_file = Path(config.run_dir) / "config.yaml"
     write_config(config_file, config)
     started = time.monotonic()
@@ -188,7 +210,7 @@ async def _serve(
         finally:
             following.cancel()
             remove_record(os.getpid())
-    return (cell.reason or "the cell failed.") if status else ""
+    return ((cell.reason or "the cell failed.") if status else ""), cell.was_killed
 
 
 def _members(
@@ -200,7 +222,7 @@ def _members(
         progress = read_rank_progress(fields)
         if progress is not None:
             screen.rank(progress)
-        elif (words := _words_for(fields)) is not None:
+        elif (words := words_for(fields)) is not None:
             screen.say(words)
 
     def on_line(name: str, line: str) -> None:
@@ -218,13 +240,15 @@ def _members(
     return members
 
 
-def _words_for(fields: Mapping[str, Any]) -> str | None:
+def words_for(fields: Mapping[str, Any]) -> str | None:
     """Return the text to show for an event of a child, or None."""
     match fields:
         case {"event": "coordinator_ready"}:
             return "coordinator is up"
         case {"event": "gateway_ready"}:
             return "gateway is up"
+        case {"event": "gateway_draining", "requests": int(count), "limit_s": limit_s} if count:
+            return f"waiting up to {limit_s:.0f} s for {count} request{'s'[: count > 1]} to end"
         case {"event": "config_read", "process": "coordinator", "changed": [*names]} if names:
             return f"the configuration has changed: {', '.join(map(str, names))}"
         case {"event": "config_refused", "process": "coordinator", "reason": reason}:
@@ -293,19 +317,38 @@ def _record(config: Config) -> LastRun:
     )
 
 
-def _own_command() -> str:
+def own_command() -> str:
     """Return the command with which this user runs `aileron`."""
     if shutil.which("aileron"):
         return "aileron"
-    own = Path(sys.argv[0])
-    return str(own) if own.name == "aileron" else "python -m coordinator.cli"
+    beside = Path(sys.executable).with_name("aileron")
+    for own in (Path(sys.argv[0]), beside):
+        if own.name == "aileron" and own.exists():
+            folder = Path.cwd()
+            return str(own.relative_to(folder) if own.is_relative_to(folder) else own)
+    return f"{shlex.quote(sys.executable)} -m coordinator.cli"
+
+
+def other_layout(config: Config) -> str | None:
+    """Return a layout to switch to: the widest groups, else every rank alone; None if none."""
+    cell = config.cell
+    widest = max(cell.widths)
+    names = ["+".join([f"tp{widest}"] * (cell.ranks // widest)), f"dp{cell.ranks}"]
+    now = config.initial_layout()
+    for name in names:
+        with suppress(LayoutError):
+            other = parse_layout(name, cell.ranks, cell.widths)
+            is_served = config.narrowest == 1 or name != names[1]
+            if is_served and other != now:
+                return name
+    return None
 
 
 def _welcome(config: Config, screen: Screen, seconds: float) -> None:
     run = _record(config)
     name = config.served_model_name
-    command = _own_command()
-    other = f"tp{config.cell.ranks}" if config.cell.ranks > 1 else config.cell.layout
+    command = own_command()
+    other = other_layout(config)
     screen.say(f"serving {name} after {seconds:.1f} s")
     body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is a list?"}}]}}'
     curl = f"curl {run.base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
@@ -314,7 +357,7 @@ def _welcome(config: Config, screen: Screen, seconds: float) -> None:
         f"  OpenAI API   {run.base_url}",
         f"  admin API    {run.admin_url}",
         f"  try it       {curl}",
-        f"  switch       {command} switch {other}",
+        *([f"  switch       {command} switch {other}"] if other else []),
         "  stop         Ctrl-C",
         "",
     ):

@@ -105,15 +105,16 @@ def require_reachable(
     files: ModelFiles,
     environment: Mapping[str, str] = os.environ,
     fetch: Fetch | None = None,
-) -> None:
-    """Raise `ConfigError` if the model or its tokenizer is neither here nor to be had.
+) -> bool:
+    """Return whether all is in the cache, and Hugging Face does not answer.
 
-    `files` are the model's. A cached model needs nobody, unless its weights are not in the cache.
+    `files` are the model's. Raises `ConfigError` if the model or its tokenizer cannot be had.
     """
     if files.is_unreachable:
         raise ConfigError(files.unreachable)
     options, _ = read_options(config.model.engine_args)
     try:
+        cached = [files]
         for name, revision in (
             ("--tokenizer", "--tokenizer-revision"),
             ("--hf-config-path", "--revision"),
@@ -122,14 +123,16 @@ def require_reachable(
                 found = find_model(path, environment, fetch, last_value(options, revision) or "")
                 if found.is_unreachable:
                     raise ConfigError(f"{name}: {found.unreachable}")
-        if files.folder is None or files.is_complete:
-            return
+                cached.append(found)
+        cached = [each for each in cached if each.folder is not None and not each.is_complete]
+        if not cached or not find_in_hub(cached[0].name, environment, fetch).is_unreachable:
+            return False
         missing = _missing(replace(files, is_complete=True), options, weights=True)
-        revision = last_value(options, "--revision") or ""
-        if missing and find_in_hub(files.name, environment, fetch, revision).is_unreachable:
-            raise ConfigError(f"{missing[0]} Hugging Face does not answer now.")
     except ModelFilesError as error:
         raise ConfigError(str(error)) from error
+    if missing:
+        raise ConfigError(f"{missing[0]} Hugging Face does not answer now.")
+    return True
 
 
 def check_ranges(options: Sequence[GivenOption]) -> None:

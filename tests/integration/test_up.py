@@ -3,14 +3,16 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -30,9 +32,15 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 class Up:
     """A running `aileron up`, its output so far, and the CLI beside it."""
 
-    def __init__(self, runtime: Path, *arguments: str, command: str = "up") -> None:
+    def __init__(
+        self,
+        runtime: Path,
+        *arguments: str,
+        command: str = "up",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"), str(runtime))
-        self._env = {**os.environ, **own}
+        self._env = {**os.environ, **own, **environment}
         self.runtime = runtime
         self._log = runtime / "up.log"
         with self._log.open("wb") as log:
@@ -102,8 +110,8 @@ def stat_of(pid: int) -> str | None:
 
 
 @contextmanager
-def up(runtime: Path, *arguments: str, command: str = "up") -> Iterator[Up]:
-    running = Up(runtime, *arguments, command=command)
+def up(runtime: Path, *arguments: str, **settings: Any) -> Iterator[Up]:
+    running = Up(runtime, *arguments, **settings)
     try:
         yield running
     finally:
@@ -232,8 +240,9 @@ def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
 
 
 def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
-    """vLLM alone knows that the model's context is shorter; its sentence is the last line."""
-    with up(tmp_path, "--", "--max-model-len", "999999") as running:
+    """vLLM alone knows that a step would be too small; its sentence is the last line."""
+    options = ("--max-num-batched-tokens", "16", "--max-num-seqs", "999999")
+    with up(tmp_path, "--", *options) as running:
         assert running.process.wait(START_LIMIT_S) == 1
         last = running.said.rstrip().splitlines()[-1]
         assert last.startswith("aileron: ")
@@ -242,6 +251,24 @@ def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
         assert "logs are kept in" in running.said
         run_dir = Path(running.said.split("logs are kept in ")[1].split()[0])
         assert {path.name for path in run_dir.glob("*.log")} >= {"worker.log", "gateway.log"}
+
+
+def test_a_cached_model_is_served_without_a_network(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Nobody asks Hugging Face again and again, which took minutes."""
+    tmp_path = tmp_path_factory.mktemp("hf")
+    repository = tmp_path / "hub" / "models--org--name"
+    shutil.copytree(MODEL_DIR, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    options = ("--model", "org/name", "--ranks", "1")
+    own = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
+    with up(tmp_path, *options, environment=own) as running:
+        running.until_said("Hugging Face does not answer: the model is served from its cache")
+        assert complete(base_url(running), 4, model="org/name")["model"] == "org/name"
+        logs = "".join(each.read_text() for each in tmp_path.glob("aileron-*/*.log"))
+        assert "Retrying" not in logs
 
 
 def test_serve_as_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -119,6 +119,7 @@ async def test_second_signal_ends_at_once(fixture: Fixture) -> None:
     started = time.monotonic()
     assert await run_until_up(fixture, members, signal.SIGINT, signal.SIGINT) == 0
     assert time.monotonic() - started < 10
+    assert "streams that were running are cut" in fixture.told.text
 
 
 async def test_a_dead_coordinator_is_started_again(fixture: Fixture) -> None:

@@ -1,5 +1,10 @@
 """`aileron doctor`: what is found, what is missing, and the exit status."""
 
+import argparse
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +25,39 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("python", "compiler", "torch", "vllm", "machine", "shm", "gpus", "port"):
         assert f"  {name} " in said
     assert "missing" not in said
+
+
+def test_ended_in_its_last_check_it_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordinator.cli", "doctor"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    with process.stdout as lines:
+        assert any("building the demo model's ranks" in line for line in lines)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("aileron-doctor-*"))
+
+
+def test_its_cell_is_that_of_the_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[argparse.Namespace] = []
+
+    def engine_status(options: argparse.Namespace) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr(doctor, "_engine_status", engine_status)
+    assert main(["doctor", "--ranks", "1", "--device", "cpu"]) == 0
+    assert (asked[0].ranks, asked[0].device) == (1, "cpu")
+    assert main(["doctor", "--device", "cuda"]) == 2
+    assert "nvidia-smi lists no GPU" in capsys.readouterr().err
+    assert len(asked) == 1
 
 
 def test_what_is_missing_gets_a_sentence_and_a_status(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from coordinator.cli import main, up
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.launch import Machine, build_config
-from coordinator.cli.up import write_keys
+from coordinator.cli.up import CheckedFiles, write_keys
 from coordinator.protocol.config import Config
 from coordinator.protocol.keys import hash_of, load_keys
+from coordinator.protocol.model_files import ModelFiles
 
 
 @pytest.fixture(autouse=True)
@@ -156,14 +158,44 @@ def test_a_signal_before_the_cell_runs_leaves_no_key(
     assert list(temporary.iterdir()) == []
 
 
+def test_a_cell_that_was_killed_is_no_success(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(*_: Any, **__: Any) -> tuple[str, bool]:
+        return "", True
+
+    files = CheckedFiles(ModelFiles("m", None, None, is_complete=False), only_cached=False)
+    monkeypatch.setattr(up, "check_files", lambda _: files)
+    monkeypatch.setattr(up, "_serve", serve)
+    assert main(["serve", "m", "--port", "0", "--admin-port", "0"]) == 130
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_command_to_type_is_the_one_beside_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo` runs the package by `.venv/bin/python -m`, from the folder above."""
+    command = tmp_path / ".venv" / "bin" / "aileron"
+    command.parent.mkdir(parents=True)
+    command.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["/some/coordinator/cli/__main__.py"])
+    monkeypatch.setattr(sys, "executable", str(command.with_name("python")))
+    assert up.own_command() == ".venv/bin/aileron"
+    command.unlink()
+    assert up.own_command() == f"{command.with_name('python')} -m coordinator.cli"
+
+
 def test_a_cell_that_fails_keeps_its_logs_alone(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def serve(config: Config, *_: Any, **__: Any) -> str:
+    async def serve(config: Config, *_: Any, **__: Any) -> tuple[str, bool]:
         (Path(config.run_dir) / "worker.log").write_text("lost")
-        return "the cell failed."
+        return "the cell failed.", False
 
-    monkeypatch.setattr(up, "check_files", lambda _: None)
+    files = CheckedFiles(ModelFiles("m", None, None, is_complete=False), only_cached=False)
+    monkeypatch.setattr(up, "check_files", lambda _: files)
     monkeypatch.setattr(up, "_serve", serve)
     words = ["serve", "m", "--api-key", "k", "--port", "0", "--admin-port", "0"]
     assert main(words) == 1
