@@ -338,13 +338,8 @@ def _add_plan(commands: "Commands") -> None:
     add = plan.add_argument
     add("model_word", nargs="?", metavar="MODEL", help="folder or Hugging Face id")
     add("--model", metavar="PATH_OR_HF_ID", help="the same as MODEL")
-    add(
-        "--gpus",
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="default: every GPU of this machine, or 1",
-    )
+    add("--gpus", type=int, metavar="N", help="default: every GPU of this machine, or 1")
+    add("--ranks", type=int, metavar="N", help="the same, or ranks on the CPU of this machine")
     add(
         "--memory",
         type=float,

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error as a `CliError`."""
         sentence = sentence_of(message, self.prog)
-        raise CliError(f"{sentence} (see `{self.prog} --help`)", USAGE_STATUS)
+        raise CliError(f"{sentence} See `{self.prog} --help`.", USAGE_STATUS)
 
 
 def sentence_of(message: str, program: str) -> str:

@@ -68,9 +68,7 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
     """Return the plan that these options ask for; raises `CliError`."""
     given = _engine_options(options)
     kind = _kind(options)
-    ranks = options.gpus if options.gpus is not None else max(1, len(gpu_names()))
-    if not 1 <= ranks <= RANKS_MAX:
-        raise CliError(f"--gpus {ranks}: use 1 to {RANKS_MAX}.", USAGE_STATUS)
+    ranks = _ranks(options)
     memory = _memory_bytes(options, kind)
     try:
         files = find_model(options.model, os.environ, revision=options.revision or "")
@@ -105,6 +103,17 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
         options.model, facts, device, ranks, cells, _host_tokens(options.host_kv, facts, ranks)
     )
     return replace(found, cells=tuple(with_advice(found, refusal_of)))
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    named = [("--gpus", options.gpus), ("--ranks", options.ranks)]
+    counts = [(name, count) for name, count in named if count is not None]
+    for name, count in counts:
+        if not 1 <= count <= RANKS_MAX:
+            raise CliError(f"{name} {count}: use 1 to {RANKS_MAX}.", USAGE_STATUS)
+    if len({count for _, count in counts}) > 1:
+        raise CliError("--gpus and --ranks differ: give one of them.", USAGE_STATUS)
+    return counts[0][1] if counts else max(1, len(gpu_names()))
 
 
 def _without_config(files: ModelFiles) -> str:

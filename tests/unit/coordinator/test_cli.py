@@ -287,7 +287,7 @@ def test_parts_of_the_weights_that_no_group_can_serve_with(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["fly"], "`aileron` has no command 'fly'. (see `aileron --help`)"),
+        (["fly"], "`aileron` has no command 'fly'. See `aileron --help`."),
         (["swich"], "`aileron` has no command 'swich'; did you mean switch?"),
         (["key", "lst"], "`aileron key` has no command 'lst'; did you mean list?"),
         (["up", "--ranks", "two"], "--ranks takes a whole number, not 'two'."),

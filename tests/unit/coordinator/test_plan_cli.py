@@ -204,6 +204,8 @@ def test_more_gpus_are_advised_where_the_model_is_served(
         ((QWEN,), None),
         ((QWEN, "--gpus", "2"), "add --memory GIB, such as --memory 80."),
         ((QWEN, "--gpus", "0", "--memory", "80"), "--gpus 0: use 1 to 64."),
+        ((QWEN, "--ranks", "0", "--memory", "80"), "--ranks 0: use 1 to 64."),
+        ((QWEN, "--ranks", "2", "--gpus", "4", "--memory", "80"), "--gpus and --ranks differ"),
         ((QWEN, "--gpus", "2", "--memory", "-1"), "use the GiB of one GPU"),
         ((QWEN, "--gpus", "2", "--memory", "80", "--weight-parts", "3"), "use a power of two"),
         ((QWEN, "--gpus", "2", "--memory", "80", "--mixed", "sp2tp2"), "are 1, 2 wide"),
@@ -220,6 +222,8 @@ def test_mistakes(
         # Without GPUs the machine itself is planned, as `aileron up` serves on it.
         assert main(["plan", *words]) in (0, 1)
         assert "rank on the CPU" in capsys.readouterr().out
+        assert main(["plan", "--model", *words, "--ranks", "2"]) in (0, 1)
+        assert "2 ranks on the CPU" in capsys.readouterr().out
     else:
         assert sentence in refusal(capsys, *words)
 
