@@ -22,13 +22,13 @@ NOON_S = 20_000 * 86_400 + 43_200
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0, day: int = 0) -> ApiKey:
-    return ApiKey(
-        hash=hash_of(name),
-        tenant="t",
-        requests_per_minute=requests,
-        tokens_per_minute=tokens,
-        tokens_per_day=day,
-    )
+    limits = {
+        "requests_per_minute": requests,
+        "tokens_per_minute": tokens,
+        "tokens_per_day": day,
+    }
+    key = ApiKey(hash=hash_of(name), tenant="t")
+    return key.model_copy(update=limits)
 
 
 @pytest.fixture(params=["memory", "redis"])
