@@ -11,6 +11,7 @@ from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
 from coordinator.protocol.config_file import ConfigFile
+from coordinator.protocol.folders import require_policy_files
 from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.sized_goals import with_sized_goals
@@ -36,6 +37,7 @@ def main() -> int:
         cell_tls_of(config.cell_tls)
         certificate_of("admin", config.admin.tls_cert_file, config.admin.tls_key_file)
         keys = admin_keys(config.admin.host)
+        require_policy_files(config)
     except (ConfigError, AdminKeyError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return USAGE_STATUS

@@ -14,6 +14,7 @@ from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import Config, ConfigError, load_config, shared_token
 from coordinator.protocol.config_file import ConfigFile
 from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.folders import require_gateway_folders
 from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
@@ -41,6 +42,7 @@ def main() -> int:
         certificate_of("gateway", config.gateway.tls_cert_file, config.gateway.tls_key_file)
         cell_tls_of(config.cell_tls)
         check_model(config, weights=False, fetch=ask_nobody)
+        require_gateway_folders(config)
     except (ConfigError, CertificateError) as error:
         return refuse(error)
     set_up_logging(config.log)

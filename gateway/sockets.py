@@ -13,6 +13,7 @@ import structlog
 import zmq
 
 from coordinator.protocol import wire
+from coordinator.protocol.folders import UNIX_PATH_BYTES_MAX
 from coordinator.protocol.token_curve import with_public_key
 from gateway.engine.wire import ENGINE_IDENTITY
 from gateway.relay.token_curve import TokenGuard
@@ -24,7 +25,6 @@ TOKEN_PUSHES_MAX = 10_000
 """Unread pushes per leader after which its socket blocks further ones."""
 
 LINGER_MS = 200
-UNIX_PATH_BYTES_MAX = 107
 
 log = structlog.get_logger(__name__)
 

@@ -167,11 +167,15 @@ class _Log:
         self._file.close()
 
     def write(self, chunk: bytes) -> None:
-        if self._file.tell() > LOG_BYTES_MAX:
-            self._file.close()
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("ab", buffering=0)
-        self._file.write(chunk)
+        """Append; what a full disk has no room for is lost, or the child would wait for it."""
+        # A file that could not be opened again is closed: ValueError.
+        with contextlib.suppress(OSError, ValueError):
+            if self._file.tell() > LOG_BYTES_MAX:
+                full = self._path.with_name(self._path.name + ".1")
+                self._path.replace(full)
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(chunk)
 
 
 def _die_with(parent: int) -> None:

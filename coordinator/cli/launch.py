@@ -76,7 +76,7 @@ class Machine:
     """For gRPC, for torch's rendezvous, and for serving and admin if they ask for any free port."""
     run_dir: str
     state_dir: str
-    """This user's folder for data that outlives a run."""
+    """This user's folder for data that outlives a run; empty where it cannot be written."""
     cores: int = 1
     """How many the processes of the cell may use."""
 
@@ -114,7 +114,7 @@ def _in_options(sentence: str, options: argparse.Namespace) -> str:
 
 
 def _with_data_dir(config: Config, state_dir: str) -> Config:
-    if config.batches.data_dir:
+    if config.batches.data_dir or not state_dir:
         return config
     # By model: only a cell that serves its model can run a batch.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", config.served_model_name)

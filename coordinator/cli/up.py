@@ -17,11 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from comm_pool.layout import LayoutError, parse_layout
 from comm_pool.ports import LOOPBACK
-from coordinator.admin.key import KEY_VARIABLES
+from coordinator.admin.key import KEY_VARIABLES, AdminKeyError, AdminKeys
 from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.config_source import ConfigSource, follow, write_config
@@ -31,12 +31,19 @@ from coordinator.cli.last_run import LastRun, remove_record, state_folder, write
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
+from coordinator.cli.run_lock import LOCK_NAME, lock_folder
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.folders import (
+    require_folder,
+    require_gateway_folders,
+    require_policy_files,
+    words_of,
+)
 from coordinator.protocol.host_memory import free_memory_bytes
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model, require_reachable
@@ -64,13 +71,13 @@ def run_up(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
     unwind_at_signals()
     grpc, rendezvous, serving, admin = free_ports(4)
-    run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
+    run_dir = _temporary_folder()
     ports = (grpc, rendezvous, serving, admin)
-    machine = Machine(
-        len(gpu_names()), ports, str(run_dir), str(state_folder()), cores=usable_cores()
-    )
+    state_dir, no_state = _state_folder()
+    machine = Machine(len(gpu_names()), ports, str(run_dir), state_dir, cores=usable_cores())
     reason: str | None = None
     own_keys = run_dir / "keys.yaml"
+    lock: IO[str] | None = None
     try:
         if options.api_keys:
             options.keys = write_keys(own_keys, options.api_keys)
@@ -81,24 +88,60 @@ def run_up(options: argparse.Namespace) -> int:
             os.environ[OFFLINE_ENV] = "1"
             options.notes = (*options.notes, ONLY_CACHED)
         config = _with_goals(config)
-        for each in options.notes:
-            print(f"aileron: {each}", file=sys.stderr)
+        notes = [*options.notes, *([] if config.batches.data_dir else [no_state])]
+        _check_folders(config)
+        lock = lock_folder(Path(config.run_dir), config.served_model_name)
         _require_free_ports(config)
-        Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in notes:
+            print(f"aileron: {each}", file=sys.stderr)
         visible = TerminalFilter(processes=options.verbose, requests=options.log_requests)
         source = options.config and ConfigSource(
             options.config, lambda: _with_goals(build_config(options, machine))
         )
         reason, was_killed = asyncio.run(_serve(config, open_screen(), visible, source))
     finally:
+        if lock is not None:
+            lock.close()
         own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
-        if reason == "" or not any(run_dir.iterdir()):
+        if reason == "" or {each.name for each in run_dir.iterdir()} <= {LOCK_NAME}:
             shutil.rmtree(run_dir, ignore_errors=True)
     if reason:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
         raise CliError(reason)
     return KILLED_STATUS if was_killed else 0
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="aileron-"))
+    except OSError as error:
+        raise CliError(
+            f"no temporary folder can be made ({words_of(error)}): name one with TMPDIR."
+        ) from error
+
+
+def _state_folder() -> tuple[str, str]:
+    """Return this user's folder for data, and nothing; or nothing, and why there is none."""
+    folder = state_folder()
+    try:
+        require_folder("the folder for files and batches", folder)
+    except ConfigError as error:
+        return "", f"{error} Until then the files and batches of the API are off."
+    return str(folder), ""
+
+
+def _check_folders(config: Config) -> None:
+    try:
+        require_gateway_folders(config)
+        require_policy_files(config)
+        if config.policy.step_times:
+            from coordinator.server.policy_files import read_step_times
+
+            read_step_times(config.policy.step_times)
+        AdminKeys(os.environ).require(config.admin.host)
+    except (ConfigError, AdminKeyError) as error:
+        raise CliError(str(error), USAGE_STATUS) from error
 
 
 def unwind_at_signals() -> None:

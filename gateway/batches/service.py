@@ -86,6 +86,9 @@ class BatchService:
         """Work until cancelled; claim new batches only while requests can be served."""
         while True:
             try:
+                if self._trouble:
+                    # The rest may not ask the store at all: that would not show that it works.
+                    await self._is_known("")
                 await self._keep()
                 await self._sweep()
                 while is_ready() and not self._is_closed and len(self._runs) < RUNS_MAX:
