@@ -24,6 +24,9 @@ LOG = VENV / "setup.log"
 
 PYTHONS = ((3, 11), (3, 12))
 """Versions for which the locked packages exist, best first."""
+CUDA_PYTHONS = ((3, 12),)
+"""Versions for which the locked packages for GPUs exist."""
+NVIDIA_SMI_LIMIT_S = 20
 TORCH_INDEX_ENV = "AILERON_TORCH_INDEX"
 """Environment variable with a package index for torch's CPU build, if pip cannot find it."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -64,8 +67,11 @@ def main(arguments: list[str]) -> int:
 def _set_up(lock: Path, device: str) -> None:
     if not (shutil.which("cc") or shutil.which("gcc")):
         raise SetupError("no C compiler found: install gcc (Debian: apt-get install gcc).")
+    pythons = CUDA_PYTHONS if device == "cuda" else PYTHONS
+    if device == "cuda":
+        _require_gpu()
     _step(1, "checking Python and creating .venv")
-    _create_venv()
+    _create_venv(pythons)
     STAMP.unlink(missing_ok=True)
     if device == "cpu":
         _step(2, "torch, CPU build (about 190 MB)")
@@ -117,13 +123,33 @@ def _pinned(lock: Path, name: str) -> str:
     raise SetupError(f"{lock.name} does not pin {name}: restore the file from git.")
 
 
-def _create_venv() -> None:
+def _require_gpu() -> None:
+    """Refuse a machine without a GPU before gigabytes of packages for it are fetched."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=NVIDIA_SMI_LIMIT_S,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        listed = ""
+    if not listed.startswith("GPU "):
+        raise SetupError(
+            "nvidia-smi lists no GPU here: install NVIDIA's driver for CUDA 13, or leave out "
+            "DEVICE=cuda to serve on the CPU."
+        )
+
+
+def _create_venv(pythons: tuple[tuple[int, int], ...] = PYTHONS) -> None:
     python = VENV / "bin" / "python"
-    if python.exists() and _version_of(str(python)) in PYTHONS:
+    if python.exists() and _version_of(str(python)) in pythons:
         return
+    # Before the old one goes: without a fit Python it is still of use.
+    base = _find_python(pythons)
     if VENV.exists():
         shutil.rmtree(VENV)
-    base = _find_python()
     result = subprocess.run(
         [base, "-m", "venv", str(VENV)],
         stdout=subprocess.PIPE,
@@ -139,23 +165,30 @@ def _create_venv() -> None:
         )
 
 
-def _find_python() -> str:
+def _find_python(pythons: tuple[tuple[int, int], ...] = PYTHONS) -> str:
     """Return a Python for which the locks exist: this one, else one on PATH."""
-    if sys.version_info[:2] in PYTHONS:
+    if sys.version_info[:2] in pythons:
         return sys.executable
-    for major, minor in PYTHONS:
+    for major, minor in pythons:
         found = shutil.which(f"python{major}.{minor}")
         if found and _version_of(found) == (major, minor):
             return found
+    names = " or ".join(f"{major}.{minor}" for major, minor in pythons)
+    what = "for GPUs " if pythons == CUDA_PYTHONS else ""
+    device = "DEVICE=cuda " if pythons == CUDA_PYTHONS else ""
     raise SetupError(
-        f"Python {platform.python_version()} cannot be used: install Python 3.11 or 3.12, or name "
-        "one with `make PYTHON=/path/to/python3.11 setup`."
+        f"Python {platform.python_version()} cannot be used {what}and no Python {names} is on "
+        f"PATH: install Python {names} with its venv package, or name one with `make "
+        f"PYTHON=/path/to/python{names.split()[0]} {device}setup`."
     )
 
 
 def _version_of(python: str) -> tuple[int, int] | None:
     code = "import sys; print(sys.version_info[0], sys.version_info[1])"
-    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     parts = result.stdout.split()
     return (int(parts[0]), int(parts[1])) if result.returncode == 0 and len(parts) == 2 else None
 

@@ -65,19 +65,24 @@ class AdminGuard:
         self, headers: Mapping[bytes, bytes], needed: Role, scheme: str
     ) -> JSONResponse | None:
         if not self._keys.is_open:
-            role = self._keys.role_of(headers.get(b"authorization", b"").removeprefix(b"Bearer "))
+            sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            role = self._keys.role_of(sent)
+            names = " or ".join(self._keys.variables_for(needed))
             if role is None:
+                fault = "wrong" if sent else "missing"
                 return error_answer(
                     401,
                     "invalid_api_key",
-                    f"The admin key is wrong or missing: send {needed.variable} as a bearer token.",
+                    f"The admin key is {fault}: set {names} to this server's, or send it as a "
+                    "bearer token.",
                 )
             if role < needed:
                 return error_answer(
                     403,
                     "role_needed",
                     f"This needs the role {needed.name.lower()}, and the key has the role "
-                    f"{role.name.lower()}: send {needed.variable} as a bearer token.",
+                    f"{role.name.lower()}: set {names} to one that suffices, or send it as a "
+                    "bearer token.",
                 )
         elif not _is_own(headers, scheme):
             return error_answer(

@@ -74,6 +74,11 @@ class AdminKeys:
         """Whether no key is needed."""
         return not self._roles
 
+    def variables_for(self, needed: Role) -> tuple[str, ...]:
+        """Return the variables whose keys suffice for a role here, the lowest role first."""
+        present = set(self._roles.values())
+        return tuple(role.variable for role in Role if role >= needed and role in present)
+
     def require(self, host: str) -> None:
         """Raise `AdminKeyError` unless an admin port on `host` may open with these keys."""
         if Role.OPERATOR in self._roles.values():

@@ -323,6 +323,7 @@ def _add_doctor(commands: "Commands") -> None:
     add("model_word", nargs="?", metavar="MODEL", help="the same as --model")
     add("--model", metavar="PATH_OR_HF_ID", help="check whether it can be served")
     add("--ranks", "--gpus", type=int, metavar="N", help="as in aileron up")
+    add("--widths", metavar="1,2,4", help="as in aileron up")
     add("--device", choices=("auto", "cpu", "cuda"), help="as in aileron up")
 
 
@@ -488,7 +489,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     own = [
         word
-        for name in ("model", "ranks", "device")
+        for name in ("model", "ranks", "widths", "device")
         if (value := getattr(options, name)) is not None
         for word in (f"--{name}", str(value))
     ]

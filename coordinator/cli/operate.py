@@ -72,11 +72,15 @@ def run_switch(options: argparse.Namespace) -> int:
     if options.carry is not None:
         body["carry"] = options.carry
     if not options.json:
-        before = client.get("/admin/layout")
-        if before["layout"] == options.layout and before["serving"]:
+        before = _layout_before(client)
+        if before is None:
+            pass
+        elif before["layout"] == options.layout and before["serving"]:
             print(f"{options.layout} serves already, epoch {before['epoch']}.")
             return 0
-        print(f"switching {client.url} from {before['layout']} to {options.layout} …", flush=True)
+        else:
+            where = f"{client.url} from {before['layout']} to {options.layout}"
+            print(f"switching {where} …", flush=True)
     answer = client.post("/admin/layout?wait=1", body)
     if options.json:
         return _print_json(answer)
@@ -84,6 +88,14 @@ def run_switch(options: argparse.Namespace) -> int:
     if answer.get("switch"):
         print("\n" + switches_table([answer["switch"]]))
     return 0
+
+
+def _layout_before(client: AdminClient) -> dict[str, Any] | None:
+    """Return the layout; None if it is not to be had: the switch itself then says what it needs."""
+    try:
+        return client.get("/admin/layout")
+    except CliError:
+        return None
 
 
 def run_put_back(options: argparse.Namespace) -> int:

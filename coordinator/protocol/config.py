@@ -277,6 +277,7 @@ class Config(_Frozen):
             self._check_parts,
             self._check_host_kv,
             self.mixed_groups,
+            self._check_groups,
             self._check_widths,
             self._check_address,
             self._check_counters,
@@ -296,6 +297,18 @@ class Config(_Frozen):
             raise ValueError(
                 f"cell.host_kv_gib is {self.cell.host_kv_gib:g}, but only CPU ranks keep KV pages "
                 "in host memory: leave it out (--host-kv)."
+            )
+
+    def _check_groups(self) -> None:
+        """Refuse widths that ranks would refuse after they have imported the engine."""
+        ranks = self.cell.ranks
+        fit = [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+        unfit = sorted(set(self.cell.widths).difference(fit))
+        if unfit:
+            raise ValueError(
+                f"cell.widths has {unfit[0]}, and cell.ranks {ranks} cannot be divided into groups "
+                f"of {unfit[0]}: use --widths {','.join(map(str, fit))}, or another number of "
+                "ranks (--ranks)."
             )
 
     def _check_widths(self) -> None:

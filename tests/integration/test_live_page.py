@@ -234,7 +234,7 @@ async def test_it_works_at_64_ranks_with_a_key_in_the_dark(tmp_path: Path) -> No
         await page.until("document.activeElement.id === 'key'")
         await page.type("wrong-" + KEY)
         await page.key("Enter", "\r")
-        await page.until("/wrong or missing/.test(document.getElementById('keyError').textContent)")
+        await page.until("/key is wrong/.test(document.getElementById('keyError').textContent)")
         await page.until("document.activeElement.id === 'key'")
         await page.type(KEY)
         await page.key("Enter", "\r")

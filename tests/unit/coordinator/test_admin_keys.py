@@ -68,6 +68,25 @@ async def test_each_role_may_do_what_it_is_for(cell: Cell) -> None:
             assert KEY not in answer.text
 
 
+async def test_refusals_name_the_keys_that_this_server_has(cell: Cell) -> None:
+    metrics = {Role.METRICS.variable: KEY + "METRICS"}
+    async with client(cell.context, KEY, **metrics) as http:
+        for answer, fault in (
+            (await http.get("/admin/layout"), "is missing: set AILERON_ADMIN_KEY to"),
+            (await http.post("/admin/layout", json={}), "is missing: set AILERON_ADMIN_KEY to"),
+            (
+                await http.get("/metrics", headers={"Authorization": "Bearer wrong"}),
+                "is wrong: set AILERON_METRICS_KEY or AILERON_ADMIN_KEY to",
+            ),
+            (
+                await http.get("/admin/status", headers={"Authorization": f"Bearer {KEY}METRICS"}),
+                "has the role metrics: set AILERON_ADMIN_KEY to",
+            ),
+        ):
+            assert fault in error_of(answer)["message"]
+            assert "AILERON_VIEWER_KEY" not in answer.text
+
+
 async def test_two_keys_are_valid_while_they_rotate(cell: Cell, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{KEY}-file-old\n")

@@ -76,11 +76,54 @@ def test_without_a_compiler_one_sentence_says_so(
 
 
 def test_an_unfit_python_without_another_one_says_so(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path,
 ) -> None:
-    monkeypatch.setattr(bootstrap, "PYTHONS", ((3, 1),))
-    with pytest.raises(bootstrap.SetupError, match=r"install Python 3\.11 or 3\.12"):
-        bootstrap._find_python()
+    with pytest.raises(bootstrap.SetupError, match=r"install Python 3\.1 or 3\.2"):
+        bootstrap._find_python(((3, 1), (3, 2)))
+
+
+def _tools(root: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """Leave only a compiler and an nvidia-smi that lists these GPUs on PATH."""
+    for name, text in (("gcc", ""), ("nvidia-smi", f"echo '{listed}'")):
+        (root / name).write_text(f"#!/bin/sh\n{text}\n")
+        (root / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(root))
+
+
+@pytest.mark.parametrize("listed", ["", "No devices were found", "NVIDIA-SMI has failed"])
+def test_no_gpu_is_one_sentence_before_anything_is_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listed: str
+) -> None:
+    _tools(root, monkeypatch, listed)
+    assert bootstrap.main(["--device", "cuda"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("set-up: nvidia-smi lists no GPU here: install NVIDIA's driver")
+    assert (said.err.count("\n"), said.out) == (1, "")
+    assert not bootstrap.VENV.exists()
+
+
+def test_gpus_need_the_python_of_their_lock(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _tools(root, monkeypatch, "GPU 0: NVIDIA H200 (UUID: GPU-1)")
+    finish(root, "cpu.lock")
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 11, 7, "final", 0))
+    assert bootstrap.main(["--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be used for GPUs and no Python 3.12 is on PATH: install Python 3.12" in said
+    assert "make PYTHON=/path/to/python3.12 DEVICE=cuda setup" in said
+    assert said.count("\n") == 1
+    assert (bootstrap.VENV / "bin" / "python").exists()
+
+
+def test_readme_names_the_python_of_the_gpu_lock() -> None:
+    """The pages and the set-up must agree."""
+    names = {f"Python {major}.{minor}" for major, minor in bootstrap.CUDA_PYTHONS}
+    for page in ("README.md", "docs/quickstart.md", "docs/limits.md"):
+        text = " ".join((SOURCE.parent.parent / page).read_text().split())
+        assert all(name in text for name in names), page
+    readme = (SOURCE.parent.parent / "README.md").read_text()
+    assert "(for GPUs Python 3.12)" in readme
 
 
 def test_torch_is_taken_from_the_lock(root: Path) -> None:
