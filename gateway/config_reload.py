@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from coordinator.protocol.config import Config
 from coordinator.protocol.config_file import CHECK_EVERY_S, ConfigFile
+from coordinator.protocol.messages.gateway import GatewayFiles
 from coordinator.protocol.policy_config import SloConfig, SloTarget
 from coordinator.protocol.terms import Tier
 from gateway.telemetry.logs import set_level
@@ -24,6 +25,10 @@ class ConfigReload:
     def ask(self) -> None:
         """Read the file soon, changed or not."""
         self._asked.set()
+
+    def files(self, keys_warning: str) -> GatewayFiles:
+        """Return what operators should know of this process's files."""
+        return GatewayFiles(self._file.hash, self._file.refusal, keys_warning)
 
     async def run(self) -> None:
         """Apply the file whenever it changes, until cancelled."""

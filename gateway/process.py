@@ -311,6 +311,7 @@ class Gateway:
             self._relay.tick()
             self._publisher.tick()
             self._own_metrics.tick(self._state())
+            self._fleet.hold_out(self._reload.files(self._keys.warning))
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped: see the log above.")
 

@@ -167,6 +167,7 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             **context.facts,
             "config": None if context.reload is None else context.reload.view(),
             "gateways": len(context.owner.gateway_outboxes),
+            "gateway_files": gateway_files_view(context.owner),
             **core.views.layout(),
             **core.views.ranks(clock()),
             "queue": core.views.queue(),
@@ -206,6 +207,20 @@ def batches_view(owner: CoreActor) -> list[dict[str, Any]]:
         for gateway, batches in owner.batches.items()
         if gateway in owner.gateway_outboxes
         for batch in batches
+    ]
+
+
+def gateway_files_view(owner: CoreActor) -> list[dict[str, Any]]:
+    """Return what each gateway says of its configuration and its file of keys."""
+    return [
+        {
+            "gateway": gateway,
+            "config": files.config_hash,
+            "config_refusal": files.config_refusal or None,
+            "keys_refusal": files.keys_refusal or None,
+        }
+        for gateway, files in owner.gateway_files.items()
+        if gateway in owner.gateway_outboxes
     ]
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.cli.admin_client import AdminClient
@@ -49,6 +49,8 @@ def run_status(options: argparse.Namespace) -> int:
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
     print(f"gateways {status['gateways']}   policy {status['policy']}   admin API {client.url}")
+    for line in gateway_warnings(status.get("gateway_files", []), status.get("config")):
+        print(f"         {line}")
     if (config := status.get("config")) is not None:
         print(f"config   {config['hash']}, read at {config['read_at']}")
         if config["refusal"]:
@@ -63,6 +65,20 @@ def run_status(options: argparse.Namespace) -> int:
     if status["switches"]:
         print("\nlast switch\n" + switches_table(status["switches"]))
     return 0
+
+
+def gateway_warnings(
+    files: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None
+) -> list[str]:
+    """Return one line for each fault of the gateways' files; the coordinator's own is not one."""
+    own = config["refusal"] if config else None
+    lines: dict[str, None] = {}
+    for each in files:
+        if each["keys_refusal"]:
+            lines[f"API keys: {each['keys_refusal']}"] = None
+        if each["config_refusal"] and each["config_refusal"] != own:
+            lines[f"the old configuration stays: {each['config_refusal']}"] = None
+    return list(lines)
 
 
 def run_switch(options: argparse.Namespace) -> int:

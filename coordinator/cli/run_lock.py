@@ -28,6 +28,10 @@ def lock_folder(folder: Path, cell: str) -> IO[str]:
         raise CliError(f"run_dir: cannot write {path}: {words_of(error)}.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(path, file):
+            # Its holder ended between the two calls and took the file away.
+            file.close()
+            return lock_folder(folder, cell)
     except OSError as error:
         file.seek(0)
         holder = _words_for(file.read(TEXT_BYTES_MAX))
@@ -39,6 +43,19 @@ def lock_folder(folder: Path, cell: str) -> IO[str]:
     file.write(json.dumps({"pid": os.getpid(), "cell": cell}))
     file.flush()
     return file
+
+
+def release_folder(lock: IO[str]) -> None:
+    """Let others use the folder, and leave nothing there."""
+    Path(lock.name).unlink(missing_ok=True)
+    lock.close()
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _words_for(text: str) -> str:

@@ -16,28 +16,30 @@ import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 from comm_pool.layout import LayoutError, parse_layout
 from comm_pool.ports import LOOPBACK
-from coordinator.admin.key import KEY_VARIABLES, AdminKeyError, AdminKeys
+from coordinator.admin.key import ADMIN_KEY_ENV, KEY_VARIABLES, AdminKeyError, AdminKeys
 from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
-from coordinator.cli.config_source import ConfigSource, follow, write_config
+from coordinator.cli.config_source import ConfigSource, follow, start_following, write_config
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.last_run import LastRun, remove_record, state_folder, write_record
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
-from coordinator.cli.run_lock import LOCK_NAME, lock_folder
+from coordinator.cli.run_lock import lock_folder, release_folder
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.file_stamp import stamp_of
 from coordinator.protocol.folders import (
     require_folder,
     require_gateway_folders,
@@ -45,7 +47,7 @@ from coordinator.protocol.folders import (
     words_of,
 )
 from coordinator.protocol.host_memory import free_memory_bytes
-from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys, warning_of
 from coordinator.protocol.model_check import Memory, check_model, require_reachable
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
@@ -82,13 +84,18 @@ def run_up(options: argparse.Namespace) -> int:
         if options.api_keys:
             options.keys = write_keys(own_keys, options.api_keys)
             os.environ.pop(API_KEY_ENV, None)
+        stamp = stamp_of(options.config) if options.config else None
         config = build_config(options, machine)
         if check_files(config).only_cached:
             # Each process would ask again and again for a minute.
             os.environ[OFFLINE_ENV] = "1"
             options.notes = (*options.notes, ONLY_CACHED)
         config = _with_goals(config)
-        notes = [*options.notes, *([] if config.batches.data_dir else [no_state])]
+        notes = [
+            *options.notes,
+            *([] if config.batches.data_dir else [no_state]),
+            *_warnings(config),
+        ]
         _check_folders(config)
         lock = lock_folder(Path(config.run_dir), config.served_model_name)
         _require_free_ports(config)
@@ -96,15 +103,15 @@ def run_up(options: argparse.Namespace) -> int:
             print(f"aileron: {each}", file=sys.stderr)
         visible = TerminalFilter(processes=options.verbose, requests=options.log_requests)
         source = options.config and ConfigSource(
-            options.config, lambda: _with_goals(build_config(options, machine))
+            options.config, lambda: _with_goals(build_config(options, machine)), stamp
         )
         reason, was_killed = asyncio.run(_serve(config, open_screen(), visible, source))
     finally:
         if lock is not None:
-            lock.close()
+            release_folder(lock)
         own_keys.unlink(missing_ok=True)
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
-        if reason == "" or {each.name for each in run_dir.iterdir()} <= {LOCK_NAME}:
+        if reason == "" or not any(run_dir.iterdir()):
             shutil.rmtree(run_dir, ignore_errors=True)
     if reason:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
@@ -129,6 +136,15 @@ def _state_folder() -> tuple[str, str]:
     except ConfigError as error:
         return "", f"{error} Until then the files and batches of the API are off."
     return str(folder), ""
+
+
+def _warnings(config: Config) -> list[str]:
+    """Return what does not keep a cell from serving, but its clients from being served."""
+    if not config.gateway.keys_file:
+        return []
+    path = Path(config.gateway.keys_file)
+    warning = warning_of(load_keys(path).values(), path, datetime.now(UTC))
+    return [f"warning: {warning}"] if warning else []
 
 
 def _check_folders(config: Config) -> None:
@@ -233,6 +249,7 @@ async def _serve(
     """
     config_file = Path(config.run_dir) / "config.yaml"
     write_config(config_file, config)
+    start_following(source, config_file)
     started = time.monotonic()
     with screen:
         screen.say(
@@ -388,20 +405,27 @@ def other_layout(config: Config) -> str | None:
 
 
 def _welcome(config: Config, screen: Screen, seconds: float) -> None:
-    run = _record(config)
-    name = config.served_model_name
-    command = own_command()
-    other = other_layout(config)
-    screen.say(f"serving {name} after {seconds:.1f} s")
+    screen.say(f"serving {config.served_model_name} after {seconds:.1f} s")
+    has_admin_key = not AdminKeys(os.environ).is_open
+    for line in welcome_lines(config, own_command(), has_admin_key=has_admin_key):
+        print(line, flush=True)
+
+
+def welcome_lines(config: Config, command: str, *, has_admin_key: bool) -> tuple[str, ...]:
+    """Return what a user can do now, as commands that work but for the keys, which stay secret."""
+    run, name, other = _record(config), config.served_model_name, other_layout(config)
     body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is a list?"}}]}}'
-    curl = f"curl {run.base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    for line in (
+    key = "-H 'Authorization: Bearer YOUR_API_KEY' " if config.gateway.keys_file else ""
+    curl = (
+        f"curl {run.base_url}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    )
+    admin_key = f"{ADMIN_KEY_ENV}=YOUR_ADMIN_KEY " if has_admin_key else ""
+    return (
         "",
         f"  OpenAI API   {run.base_url}",
         f"  admin API    {run.admin_url}",
         f"  try it       {curl}",
-        *([f"  switch       {command} switch {other}"] if other else []),
+        *([f"  switch       {admin_key}{command} switch {other}"] if other else []),
         "  stop         Ctrl-C",
         "",
-    ):
-        print(line, flush=True)
+    )

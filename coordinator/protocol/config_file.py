@@ -83,10 +83,12 @@ class ConfigFile:
         `read` turns the file into a configuration as the process did at start.
         """
         self._process = process
-        self._path = path
+        self.path = path
         self._read = read
         self._stamp = stamp_of(path)
         self.config = config
+        self.hash = hash_of_config(config)
+        """Of the configuration, computed once: it takes milliseconds."""
         self.read_s = time.time()
         """When the configuration was read, in Unix seconds."""
         self.refusal = ""
@@ -97,7 +99,7 @@ class ConfigFile:
 
         Logs the outcome.
         """
-        stamp = stamp_of(self._path)
+        stamp = stamp_of(self.path)
         has_changed = stamp is not None and stamp != self._stamp
         if not (has_changed or forced):
             return None
@@ -109,9 +111,9 @@ class ConfigFile:
 
     def load(self) -> Config:
         """Read and accept the file; raises `ConfigError`, and then the old configuration stays."""
-        self._stamp = stamp_of(self._path)
+        self._stamp = stamp_of(self.path)
         try:
-            new = self._read(self._path)
+            new = self._read(self.path)
             change = change_between(self.config, new)
             if change.others:
                 raise RestartNeededError(change.others)
@@ -119,11 +121,12 @@ class ConfigFile:
             self.refusal = str(error)
             raise
         self.config, self.read_s, self.refusal = new, time.time(), ""
+        self.hash = hash_of_config(new)
         log.info(
             "config_read",
             process=self._process,
             changed=list(change.reloadable),
-            hash=hash_of_config(new),
+            hash=self.hash,
         )
         return new
 

@@ -7,6 +7,7 @@ gateway reads it again when it changes. Pure, except for reading a path.
 import hashlib
 import re
 import secrets
+from collections.abc import Iterable
 from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Final, Literal
@@ -203,6 +204,16 @@ def _in_words_of_keys(faults: str) -> str:
     )
     faults = faults.replace("keys must be a list", "keys must be a list of entries, each with hash")
     return re.sub(r"\bsetting(s?)\b", r"field\1", faults)
+
+
+def warning_of(keys: Iterable[ApiKey], path: Path, now: datetime) -> str:
+    """Return what to do if a file accepts nobody at a time; nothing if it accepts somebody."""
+    if any(key.state(now) == "active" for key in keys):
+        return ""
+    return (
+        f"{path} has no key that is accepted, so every request gets 401: add one with "
+        f"`aileron key new --tenant NAME --file {path}`."
+    )
 
 
 def dump_key(key: ApiKey, indent: int = 2) -> str:

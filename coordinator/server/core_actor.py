@@ -29,7 +29,7 @@ from coordinator.model.events import (
 )
 from coordinator.model.observation_log import Line
 from coordinator.model.records import SwitchRecord
-from coordinator.protocol.messages.gateway import BatchProgress
+from coordinator.protocol.messages.gateway import BatchProgress, GatewayFiles
 from coordinator.server.outbox import Outbox
 
 log = structlog.get_logger()
@@ -81,6 +81,8 @@ class CoreActor:
         self.launcher_outboxes: set[Outbox] = set()
         self.batches: dict[str, tuple[BatchProgress, ...]] = {}
         """The newest batches message of each gateway; the core does not use it."""
+        self.gateway_files: dict[str, GatewayFiles] = {}
+        """The newest such message of each gateway; the core does not use it."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
         self.watchers: tuple[Watcher, ...] = ()
         self.on_observation: Callable[[Line], None] = lambda _: None

@@ -30,7 +30,7 @@ from coordinator.model.events import (
 )
 from coordinator.protocol import wire
 from coordinator.protocol.cell_tls import CellTls
-from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
+from coordinator.protocol.messages.gateway import BatchesRun, GatewayFiles, GatewayHello
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.metrics_wire import Measures
@@ -252,6 +252,7 @@ class CellServer:
             )
 
         self._owner.batches.pop(gateway, None)
+        self._owner.gateway_files.pop(gateway, None)
 
         def read(message: bytes) -> Event | None:
             update = _decode(wire.decode_gateway_up, message)
@@ -263,11 +264,16 @@ class CellServer:
             if isinstance(update, BatchesRun):
                 self._owner.batches[gateway] = update.batches
                 return None
+            if isinstance(update, GatewayFiles):
+                self._owner.gateway_files[gateway] = update
+                return None
             return GatewaySent(gateway, update)
 
         closed = GatewayClosed(gateway)
         for gone in self._owner.batches.keys() - outboxes.keys():
             del self._owner.batches[gone]
+        for gone in self._owner.gateway_files.keys() - outboxes.keys():
+            del self._owner.gateway_files[gone]
         return await self._open(outboxes, gateway, GatewayOpened(hello), read, closed)
 
     async def _open(

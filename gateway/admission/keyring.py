@@ -18,7 +18,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.file_stamp import Stamp, stamp_of
-from coordinator.protocol.keys import ApiKey, hash_of, load_keys
+from coordinator.protocol.keys import ApiKey, hash_of, load_keys, warning_of
 from gateway.errors import ApiError, api_error
 
 RELOAD_S = 1.0
@@ -47,8 +47,8 @@ class KeyRing:
         self._keys: Mapping[str, ApiKey] = {}
         self._by_id: Mapping[str, ApiKey] = {}
         self._stamp: Stamp | None = None
-        self.is_outdated = False
-        """Whether the newest file could not be read, so that older keys are in use."""
+        self.refusal = ""
+        """Why the file as it is now cannot be read, so that older keys are in use; or nothing."""
         self._wrong = FixedWindowRateLimiter(MemoryStorage())
         self._wrong_limit = RateLimitItemPerMinute(WRONG_KEYS_PER_MINUTE)
         if self._path is not None:
@@ -59,6 +59,18 @@ class KeyRing:
     def count(self) -> int:
         """The number of keys in use."""
         return len(self._keys)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the newest file could not be read, so that older keys are in use."""
+        return bool(self.refusal)
+
+    @property
+    def warning(self) -> str:
+        """Why operators should look at the file: it cannot be read, or accepts nobody."""
+        if self.refusal or self._path is None:
+            return self.refusal
+        return warning_of(self._keys.values(), self._path, self._now())
 
     @property
     def is_open(self) -> bool:
@@ -130,14 +142,14 @@ class KeyRing:
         while True:
             await asyncio.sleep(RELOAD_S)
             stamp = await asyncio.to_thread(stamp_of, self._path)
-            if stamp is None or stamp == self._stamp:
+            if stamp == self._stamp:
                 continue
             self._stamp = stamp
             try:
                 self._take(await asyncio.to_thread(load_keys, self._path))
             except ConfigError as error:
-                self.is_outdated = True
+                self.refusal = str(error)
                 log.warning("keys_not_read", reason=str(error), keys=len(self._keys))
             else:
-                self.is_outdated = False
+                self.refusal = ""
                 log.info("keys_read", keys=len(self._keys))

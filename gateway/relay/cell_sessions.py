@@ -42,15 +42,22 @@ class Listener(Protocol):
 class _Link:
     """One cell's session; adds the cell's name to its events."""
 
-    def __init__(self, cell: str, session: CoordinatorSession, listener: Listener) -> None:
+    def __init__(
+        self,
+        cell: str,
+        session: CoordinatorSession,
+        listener: Listener,
+        greeting: Callable[[], Iterable[GatewayUp]],
+    ) -> None:
         self._cell = cell
         self._listener = listener
+        self._greeting = greeting
         self.session = session
         self.work = asyncio.create_task(session.run(self))
 
     def session_opened(self) -> Iterable[GatewayUp]:
         """Forward with the cell's name."""
-        return self._listener.session_opened(self._cell)
+        return (*self._greeting(), *self._listener.session_opened(self._cell))
 
     def session_closed(self) -> None:
         """Forward with the cell's name."""
@@ -86,6 +93,7 @@ class CellSessions:
         self._look_every_s = look_every_s
         self._away = away
         self._links: dict[str, _Link] = {}
+        self._standing: GatewayUp | None = None
 
     @property
     def home(self) -> CoordinatorSession | None:
@@ -110,6 +118,15 @@ class CellSessions:
         """Send to all cells whose sessions are up."""
         for link in self._links.values():
             link.session.send(message)
+
+    def hold_out(self, message: GatewayUp) -> None:
+        """Send to all cells now, and first in each later session, until it is replaced."""
+        if message != self._standing:
+            self._standing = message
+            self.broadcast(message)
+
+    def _greeting(self) -> Iterable[GatewayUp]:
+        return () if self._standing is None else (self._standing,)
 
     async def flush(self) -> None:
         """Return when everything is sent to all cells with a session."""
@@ -150,7 +167,7 @@ class CellSessions:
         known = set(self.cells)
         for cell in known - self._links.keys():
             session = CoordinatorSession(cell, self._token, self._gateway, self._tls)
-            self._links[cell] = _Link(cell, session, listener)
+            self._links[cell] = _Link(cell, session, listener, self._greeting)
         for cell in self._links.keys() - known:
             self._links.pop(cell).work.cancel()
         for link in self._links.values():

@@ -8,6 +8,7 @@ from coordinator.protocol.messages.gateway import (
     BatchesRun,
     CellState,
     GatewayDown,
+    GatewayFiles,
     GatewayHello,
     GatewayToCore,
     Resubmit,
@@ -109,7 +110,7 @@ class BookGateway:
         self.session = session
         self._say(GatewayHello(PROTOCOL_VERSION, self.name))
         for message in self.book.session_opened():
-            assert not isinstance(message, BatchesRun)
+            assert not isinstance(message, BatchesRun | GatewayFiles)
             self._say(message)
 
     def broken(self) -> None:

@@ -86,6 +86,17 @@ class BatchesRun(Message, frozen=True):
     batches: tuple[BatchProgress, ...]
 
 
+class GatewayFiles(Message, frozen=True):
+    """What became of a gateway's files; replaces the previous message. For operators only."""
+
+    config_hash: str
+    """Of the configuration that it runs with."""
+    config_refusal: str = ""
+    """Why its configuration file, as it is now, does not apply."""
+    keys_refusal: str = ""
+    """Why its file of API keys, as it is now, does not apply, or accepts nobody."""
+
+
 class Welcome(Message, frozen=True):
     """Answer to `GatewayHello`; a changed `coordinator` means that it restarted."""
 
@@ -163,5 +174,5 @@ class Withdrawn(Message, frozen=True):
 
 
 GatewayToCore = GatewayHello | Submit | Cancel | Done | StreamGap | Withdraw
-GatewayUp = GatewayToCore | BatchesRun
+GatewayUp = GatewayToCore | BatchesRun | GatewayFiles
 GatewayDown = Welcome | CellState | PrefixesHeld | TaskFailed | Resubmit | Withdrawn

@@ -2,7 +2,7 @@
 
 import msgspec
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Raised when a message changes its meaning; peers with another version are refused."""
 
 

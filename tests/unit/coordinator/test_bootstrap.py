@@ -107,7 +107,7 @@ def test_gpus_need_the_python_of_their_lock(
 ) -> None:
     _tools(root, monkeypatch, "GPU 0: NVIDIA H200 (UUID: GPU-1)")
     finish(root, "cpu.lock")
-    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 11, 7, "final", 0))
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
     assert bootstrap.main(["--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert "cannot be used for GPUs and no Python 3.12 is on PATH: install Python 3.12" in said

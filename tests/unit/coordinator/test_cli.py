@@ -161,6 +161,8 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--ranks", "4", "--mixed", "sp4"], "--mixed: 'sp4' is not a mixed group"),
         (["--mixed", "sp2tp2"], "--mixed: sp2tp2 needs groups 4 wide"),
         (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
+        (["--ranks", "3"], "cannot be divided into groups of 2: use --widths 1, or another"),
+        (["--ranks", "6"], "cannot be divided into groups of 4: use --widths 1,2, or another"),
         (["--port", "70000"], "^--port must be less than or equal to 65535"),
         (["--admin-port", "-1"], "^--admin-port must be greater than or equal to 0"),
         (["--gateways", "0"], "^--gateways must be greater than or equal to 1"),

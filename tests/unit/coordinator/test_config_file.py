@@ -9,7 +9,7 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
-from coordinator.cli.config_source import ConfigSource, follow, write_config
+from coordinator.cli.config_source import ConfigSource, follow, start_following, write_config
 from coordinator.cli.errors import CliError
 from coordinator.protocol.config import Config, ConfigError, check_config, load_config
 from coordinator.protocol.config_file import (
@@ -20,6 +20,8 @@ from coordinator.protocol.config_file import (
     change_between,
     hash_of_config,
 )
+from coordinator.protocol.config_origin import ConfigOrigin, read_origin
+from coordinator.protocol.file_stamp import stamp_of
 
 
 def config(**sections: Any) -> Config:
@@ -117,7 +119,7 @@ def test_an_unusable_file_changes_nothing(
 
 
 def test_settings_that_need_a_restart_are_named(file: ConfigFile, path: Path) -> None:
-    write(path, cell={"ranks": 3, "layout": "dp3"}, log={"level": "error"})
+    write(path, cell={"ranks": 4, "layout": "dp4"}, log={"level": "error"})
     with pytest.raises(RestartNeededError) as error:
         file.load()
     assert error.value.fields == ("cell.ranks", "cell.layout")
@@ -147,12 +149,19 @@ async def test_a_run_follows_the_user_s_file(
         except ConfigError as error:
             raise CliError(str(error)) from error
 
+    def origin() -> ConfigOrigin:
+        found = read_origin(target)
+        assert found is not None
+        return found
+
     async def until(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
             while not condition():
                 await asyncio.sleep(0.01)
 
-    following = asyncio.create_task(follow(ConfigSource(source, build), target, said.append))
+    followed = ConfigSource(source, build, stamp_of(source))
+    start_following(followed, target)
+    following = asyncio.create_task(follow(followed, target, said.append))
     await asyncio.sleep(0.05)
     write(source, log={"level": "error"})
     await until(lambda: load_config(target).log.level == "error")
@@ -161,4 +170,10 @@ async def test_a_run_follows_the_user_s_file(
     await until(lambda: bool(said))
     assert "log.level" in said[0]
     assert load_config(target).log.level == "error"
+    await until(lambda: "log.level" in origin().refusal)
+    assert (origin().file, origin().is_read) == (str(source), True)
+    write(source, log={"level": "error"})
+    await until(lambda: origin().is_read and not origin().refusal)
     following.cancel()
+    start_following(None, target)
+    assert read_origin(target) is None

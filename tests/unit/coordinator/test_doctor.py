@@ -97,3 +97,14 @@ def test_a_model_shows_what_each_rank_would_hold(capsys: pytest.CaptureFixture[s
     page_bytes = 5 * 2 * 4 * 32 * 2 * 32
     tokens = (size // page_bytes - 1) * 32
     assert f"9 MiB of weights, 512 MiB of KV for {tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_ranks_that_no_wide_group_divides_are_refused_with_the_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = ["doctor", "--model", str(DEMO_MODEL), "--device", "cpu", "--ranks", "3"]
+    assert main(model) == 1
+    said = capsys.readouterr()
+    assert "use --widths 1, or another number of ranks" in said.out.splitlines()[-1]
+    assert said.err == ""
+    assert main([*model, "--widths", "1"]) == 0

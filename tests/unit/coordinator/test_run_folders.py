@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from coordinator.cli import main
 from coordinator.cli import up as up_command
 from coordinator.cli.children import _Log
 from coordinator.cli.errors import CliError
-from coordinator.cli.run_lock import LOCK_NAME, lock_folder
+from coordinator.cli.run_lock import LOCK_NAME, lock_folder, release_folder
 from coordinator.protocol import folders
 from worker.demo import MODEL_DIR
 
@@ -34,6 +35,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # Folders of tests may have longer names than any socket may have.
+    monkeypatch.setattr(folders, "UNIX_PATH_BYTES_MAX", 300)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"run_dir": "/proc/x"}, "run_dir /proc/x cannot be written (No such file or directory)"),
         ({"run_dir": "/etc/passwd"}, "run_dir /etc/passwd is a file: name a folder."),
         ({"run_dir": "/etc/passwd/x"}, "run_dir /etc/passwd/x cannot be written (Not a directory)"),
-        ({"run_dir": "/tmp/" + "a" * 80}, "too long for its Unix sockets"),
+        ({"run_dir": "/tmp/" + "a" * 250 + "/" + "a" * 20}, "too long for its Unix sockets"),
         (
             {"batches": {"data_dir": "/proc/nope"}},
             "batches.data_dir /proc/nope cannot be written (No such file or directory): name a",
@@ -112,7 +115,7 @@ def test_no_temporary_folder_is_one_sentence(
     def nowhere(**_: object) -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(up_command.tempfile, "mkdtemp", nowhere)
+    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
     assert main(["up"]) == 1
     assert "name one with TMPDIR" in capsys.readouterr().err.splitlines()[-1]
 
@@ -168,3 +171,8 @@ def test_a_log_on_a_full_disk_does_not_end_the_reading_of_a_child(tmp_path: Path
 def test_the_room_for_sockets_is_that_of_a_gateway() -> None:
     longest = len("/gateway-abcdefgh/engine-out.sock")
     assert longest <= folders.SOCKET_PATH_BYTES
+
+
+def test_an_ended_run_leaves_no_lock(tmp_path: Path) -> None:
+    release_folder(lock_folder(tmp_path, "first"))
+    assert list(tmp_path.iterdir()) == []

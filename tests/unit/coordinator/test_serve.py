@@ -15,6 +15,7 @@ from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.up import CheckedFiles, write_keys
+from coordinator.protocol import folders
 from coordinator.protocol.config import Config
 from coordinator.protocol.keys import hash_of, load_keys
 from coordinator.protocol.model_files import ModelFiles
@@ -124,6 +125,8 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder of temporary files; signals do afterwards what they did before."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Folders of tests may have longer names than any socket may have.
+    monkeypatch.setattr(folders, "UNIX_PATH_BYTES_MAX", 300)
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     for number in numbers:

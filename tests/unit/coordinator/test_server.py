@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.admin.app import batches_view
+from coordinator.admin.app import batches_view, gateway_files_view
 from coordinator.model.events import (
     Effect,
     Event,
@@ -30,6 +30,7 @@ from coordinator.protocol.messages.gateway import (
     BatchesRun,
     BatchProgress,
     Cancel,
+    GatewayFiles,
     GatewayHello,
     Welcome,
 )
@@ -177,6 +178,21 @@ async def test_the_batches_of_a_gateway_are_kept_while_it_is_there(cell: Cell) -
         assert await gateway.read() == Welcome("c1")
         assert cell.owner.batches == {}
     assert cell.core.count(GatewaySent) == 0, "the core has nothing to do with batches"
+
+
+async def test_what_a_gateway_says_of_its_files_is_shown_while_it_is_there(cell: Cell) -> None:
+    files = GatewayFiles("hash", keys_refusal="it is broken.")
+    async with cell.gateway() as gateway:
+        await gateway.write(files)
+        await cell.until(lambda: cell.owner.gateway_files == {"g1": files})
+        [view] = gateway_files_view(cell.owner)
+        assert (view["config"], view["config_refusal"]) == ("hash", None)
+        assert view["keys_refusal"] == "it is broken."
+    await cell.until(lambda: gateway_files_view(cell.owner) == [])
+    async with cell.gateway("g2") as gateway:
+        assert await gateway.read() == Welcome("c1")
+        assert cell.owner.gateway_files == {}
+    assert cell.core.count(GatewaySent) == 0
 
 
 async def test_gateway_is_welcomed_first_and_its_messages_reach_ranks(cell: Cell) -> None:

@@ -130,9 +130,14 @@ async def test_file_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_text("keys: 7")
     await asyncio.sleep(0.1)
     assert await who(ring, "Bearer three") == "three", "a broken file changes nothing"
+    assert "keys" in ring.warning
     path.unlink()
     await asyncio.sleep(0.1)
     assert await who(ring, "Bearer three") == "three"
+    assert "cannot read the keys" in ring.warning
+    write(path, "two", "three")
+    while ring.warning:
+        await asyncio.sleep(0.01)
     write(path)
     while await who(ring, "Bearer three", os.urandom(4).hex()) == "three":
         await asyncio.sleep(0.01)
