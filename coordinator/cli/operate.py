@@ -14,6 +14,8 @@ from coordinator.cli.rank_words import (
     hold_parts,
     host_words,
     megabytes,
+    pages_free,
+    phase_words,
     weights_words,
 )
 from coordinator.cli.tables import format_table
@@ -293,11 +295,11 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
             (
                 rank["rank"],
                 rank.get("pid", "-"),
-                _phase_of(rank),
+                phase_words(rank),
                 rank.get("epoch", "-"),
                 rank.get("heartbeat_age_ms", "-"),
                 rank.get("lease_left_ms", "-"),
-                rank.get("pages", {}).get("free", "-"),
+                pages_free(rank),
                 rank.get("restarts", "-"),
                 *([weights_words(rank)] if parted else []),
                 *([host_words(rank)] if hosted else []),
@@ -305,13 +307,6 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
             for rank in ranks
         ],
     )
-
-
-def _phase_of(rank: dict[str, Any]) -> str:
-    if not rank.get("available"):
-        return f"{rank['phase']}, not available"
-    # It was started without its neighbours; `aileron renew` restarts all of them.
-    return f"{rank['phase']}, only dp" if rank.get("degraded") else str(rank["phase"])
 
 
 def _queue_table(queue: dict[str, Any]) -> str:

@@ -30,6 +30,24 @@ def weights_words(rank: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def phase_words(rank: Mapping[str, Any]) -> str:
+    """Return what a rank does, or what became of it: its last report may be older than its end."""
+    if rank.get("exited"):
+        return "starting again"
+    if not rank.get("available"):
+        if rank.get("connected") is False:
+            return "lost"
+        return f"{rank['phase']}, not available"
+    # It was started without its neighbours; `aileron renew` restarts all of them.
+    return f"{rank['phase']}, only dp" if rank.get("degraded") else str(rank["phase"])
+
+
+def pages_free(rank: Mapping[str, Any]) -> int | str:
+    """Return how many pages of a rank a request can get; a process that has ended has none."""
+    free = None if rank.get("exited") else rank.get("pages_free")
+    return "-" if free is None else int(free)
+
+
 def has_host_pages(ranks: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether any rank of the admin API's answer has KV pages in host memory."""
     return any(rank.get("gauges", {}).get("host_pages") for rank in ranks)

@@ -32,6 +32,7 @@ from coordinator.cli.last_run import LastRun, remove_record, state_folder, write
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
+from coordinator.cli.returns import Returns
 from coordinator.cli.run_lock import lock_folder, release_folder
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.cli.serve import API_KEY_ENV, TENANT
@@ -278,8 +279,12 @@ def _members(
 ) -> list[CellProcess]:
     env = {**os.environ, TOKEN_ENV: _token(), "PYTHONUNBUFFERED": "1"}
 
+    returns = Returns(time.monotonic)
+
     def on_event(fields: Mapping[str, Any]) -> None:
         progress = read_rank_progress(fields)
+        if (words := returns.words_for(fields)) is not None:
+            screen.say(words)
         if progress is not None:
             screen.rank(progress)
         elif (words := words_for(fields)) is not None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import CliError
-from coordinator.cli.rank_words import hold_parts, weights_words
+from coordinator.cli.rank_words import hold_parts, pages_free, phase_words, weights_words
 
 POLL_S = 1.0
 SAMPLES_MAX = 900
@@ -154,10 +154,10 @@ def _ranks(
         table.add_row(
             str(number),
             f"{group['mode']}{group['width']}" if group else "none",
-            rank["phase"] if rank["available"] else f"{rank['phase']}, away",
+            phase_words(rank),
             str(group["running"]) if group and leads else "",
             str(group["waiting"]) if group and leads else "",
-            str(rank.get("pages", {}).get("free", "")),
+            str(pages_free(rank)),
             str(rank.get("heartbeat_age_ms", "")),
             *words[number : number + 1],
             _lane(number, list(samples)[-strip:]),

@@ -407,6 +407,8 @@ class Core:
     def _leave_drifted(self, now_ms: int) -> list[Effect]:
         """Continue without modes that have drifted."""
         fallback = fall_back(self._switcher, self._roster, now_ms)
+        for change in self._switcher.take_changes():
+            self._decisions.add(change)
         effects = [*fallback.notes]
         for rank in fallback.wrong:
             effects += self._pool.lost(rank, now_ms)

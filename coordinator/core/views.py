@@ -5,7 +5,7 @@ Plain dictionaries of numbers, texts and lists; reading changes nothing. The cor
 
 from collections import Counter
 
-from comm_pool.layout import Mode, Rank, format_layout
+from comm_pool.layout import Group, Mode, Rank, format_layout
 from coordinator.model.cost_model import floors_us
 from coordinator.model.records import Decision, SwitchRecord
 from coordinator.protocol.messages.rank import Probed, RankHello
@@ -39,6 +39,7 @@ def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -
             view = _rank_view(rank, roster[rank], now_ms)
             view["lease_left_ms"] = max(0, lease_ms - roster.silent_since(rank, now_ms))
             view["degraded"] = roster.is_degraded(rank)
+            view["pages_free"] = _pages_free(rank, roster)
             view["closed"] = sorted(roster[rank].closed)
         else:
             view = {"rank": rank, "phase": "never heard"}
@@ -172,7 +173,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
     record = roster.get(group.leader)
     report = record.report if record else None
     is_bound = report is not None and report.binding == binding
-    slots = min(group.width, record.hello.kv_heads) if record else 1
+    slots = _slots(group, record)
     view |= {
         "running": report.running if report and is_bound else 0,
         "waiting": report.waiting if report and is_bound else 0,
@@ -184,6 +185,29 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         "block_tokens": record.hello.tokens_per_slot if record else 0,
     }
     return view
+
+
+def _slots(group: Group, leader: RankRecord | None) -> int:
+    """Return how many blocks a page of each member holds."""
+    return min(group.width, leader.hello.kv_heads) if leader else 1
+
+
+def _pages_free(rank: Rank, roster: Roster) -> int | None:
+    """Return the pages of a rank that a request can get; None before its first report.
+
+    A group leases all pages of its members as soon as it serves, so that nearly none are free in
+    the rank's own account: the free ones are those that the group's leader has not filled.
+    """
+    report = roster[rank].report
+    if report is None:
+        return None
+    if report.binding is None:
+        return report.pages.free
+    group = report.binding.group
+    leader = roster.get(group.leader)
+    if leader is None or leader.report is None or leader.report.binding != report.binding:
+        return report.pages.free
+    return report.pages.free + leader.report.blocks_free // _slots(group, leader)
 
 
 def _weights_view(hello: RankHello) -> View:

@@ -9,7 +9,7 @@ and sends `directive_for` to each rank as the answer to its reports and whenever
 from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Layout, Rank, format_layout
-from coordinator.model.records import SwitchLog, SwitchRecord
+from coordinator.model.records import Decision, SwitchLog, SwitchRecord
 from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
@@ -37,6 +37,9 @@ NOTHING = Stage(0, Phase.PARK)
 STALL_SHARE = 4
 """A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
 
+RANKS = "ranks"
+"""Cause of a decision that nobody made: ranks came, or were lost."""
+
 
 class Switcher:
     """The wanted state of all ranks, and their progress towards it.
@@ -46,6 +49,7 @@ class Switcher:
     """
 
     __slots__ = (
+        "_changes",
         "_decide_ms",
         "_drain_until_ms",
         "_grants",
@@ -80,6 +84,7 @@ class Switcher:
         """How long to wait for missing ranks after the first hello; 0 once that wait has begun."""
         self._recover_until_ms = now_ms + self._recover_ms
         self._decide_ms = 0
+        self._changes: list[Decision] = []
         self.log = SwitchLog(settings.records_max)
         self.stage = NOTHING
         self.target = Target(())
@@ -277,6 +282,13 @@ class Switcher:
         plan = self._settings.default_carry if self.stage.phase is Phase.SERVE else self.carry
         self._set_carry(Carry.RESHARD if plan is Carry.SPECULATE else plan, now_ms)
         self._set_target(layout, cause, now_ms, fresh)
+        choice = format_layout(layout, self._roster.world)
+        self._changes.append(Decision(now_ms, choice, self.carry, cause, cause=RANKS))
+
+    def take_changes(self) -> list[Decision]:
+        """Return the changes since the last call that ranks brought about which came or went."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def _set_target(
         self,

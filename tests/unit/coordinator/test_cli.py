@@ -478,10 +478,14 @@ def test_ranks_are_shown_with_what_they_cannot_do() -> None:
         {"rank": 0, "phase": "SERVE", "available": True, "degraded": True},
         {"rank": 1, "phase": "SERVE", "available": False, "degraded": False},
         {"rank": 2, "phase": "never heard", "available": False},
-        {"rank": 3, "phase": "SERVE", "available": True, "degraded": False},
+        {"rank": 3, "phase": "SERVE", "available": True, "degraded": False, "pages_free": 7},
+        {"rank": 4, "phase": "SERVE", "available": False, "exited": True, "pages_free": 7},
+        {"rank": 5, "phase": "SERVE", "available": False, "exited": False, "connected": False},
     ]
-    shown = operate._ranks_table(ranks).splitlines()[-4:]
+    shown = operate._ranks_table(ranks).splitlines()[-6:]
+    assert [line.split()[-2] for line in shown] == ["-", "-", "-", "7", "-", "-"]
     phases = ["SERVE, only dp", "SERVE, not available", "never heard, not available", "SERVE  "]
+    phases += ["starting again  ", "lost  "]
     for line, phase in zip(shown, phases, strict=True):
         assert phase in line
 

@@ -140,6 +140,10 @@ def test_the_ranks_view_shows_who_is_there() -> None:
     first, second = ranks
     assert (first["phase"], first["heartbeat_age_ms"], first["available"]) == ("serve", 100, True)
     assert (first["pages"]["free"], first["lease_left_ms"]) == (0, 9_900)
+    groups = cell.core.views.layout()["groups"]
+    assert isinstance(groups, list)
+    assert first["pages_free"] == groups[0]["pages_free"] > 0, "its group has leased all of them"
+    assert second["pages_free"] is None
     assert (second["phase"], second["restarts"], second["degraded"]) == ("never reported", 1, True)
 
 
@@ -153,6 +157,30 @@ def test_a_manual_switch_is_a_decision_with_its_reason() -> None:
         ("dp2", "low load"),
     ]
     assert cell.core.views.decisions(0) == {"decisions": []}
+
+
+def test_ranks_that_come_and_go_are_decisions_with_their_times() -> None:
+    cell = serving()
+    cell.switch("tp2")
+    cell.tick(1_000)
+    lost_ms = cell.now_ms
+    cell.event(RankExited(Rank(1)))
+    cell.tick(8_000)
+    cell.restart(1)
+    back_ms = cell.now_ms
+    cell.open(1)
+    cell.report(1)
+    for _ in range(5):
+        cell.tick(1_000)
+    decisions = cell.core.views.decisions(9)["decisions"]
+    assert isinstance(decisions, list)
+    asked, lost, back, *again = decisions
+    assert asked["reason"] == "asked by operator"
+    assert (lost["time"], lost["choice"], lost["cause"]) == (lost_ms, "dp1+off1", "ranks")
+    assert lost["reason"] == "rank 1 lost"
+    assert (back["time"], back["choice"], back["cause"]) == (back_ms, "dp2", "ranks")
+    assert back["reason"] == "rank 1 joined"
+    assert all(each["cause"] != "ranks" for each in again), "nothing is listed twice"
 
 
 def test_gateways_hear_of_the_cell_when_it_changes() -> None:

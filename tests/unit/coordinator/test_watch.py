@@ -81,7 +81,7 @@ def test_it_shows_what_the_page_shows() -> None:
     assert "dp4 → tp4" in text
     assert "12.5 / 40.0" in text
     assert "99.5%" in text
-    assert "serve, away" in text
+    assert "serve, not available" in text
     assert "tt" in text, "rank 0 was in tp twice"
     assert "t✕" in text, "rank 2 was in tp and is away"
     assert "operator" in text

@@ -9,6 +9,7 @@ import pytest
 from coordinator.cli import main
 from coordinator.cli import up as up_command
 from coordinator.cli.operate import gateway_warnings
+from coordinator.cli.returns import Returns
 from coordinator.cli.up import welcome_lines
 from coordinator.protocol import folders
 from coordinator.protocol.config import check_config
@@ -95,3 +96,18 @@ def test_status_shows_what_gateways_say_of_their_files() -> None:
         "the old configuration stays: line 1 is wrong.",
     ]
     assert gateway_warnings([said()], None) == []
+
+
+def test_a_rank_that_is_back_is_announced() -> None:
+    now_s = [10.0]
+    returns = Returns(lambda: now_s[0])
+    ready = {"event": "rank_progress", "rank": 1, "stage": "ready", "done": 1, "total": 1}
+    assert returns.words_for(ready) is None, "it starts for the first time"
+    assert returns.words_for({"event": "rank_exited", "rank": 1, "starts_in_s": 1.5}) is None
+    now_s[0] = 12.0
+    assert returns.words_for({"event": "rank_exited", "rank": 1, "starts_in_s": 3.0}) is None
+    assert returns.words_for({**ready, "rank": 0}) is None
+    assert returns.words_for({**ready, "stage": "warm"}) is None
+    now_s[0] = 18.3
+    assert returns.words_for(ready) == "rank 1 is back after 8.3 s"
+    assert returns.words_for(ready) is None
