@@ -300,15 +300,12 @@ class Config(_Frozen):
             )
 
     def _check_groups(self) -> None:
-        """Refuse widths that ranks would refuse after they have imported the engine."""
         ranks = self.cell.ranks
         fit = [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
-        unfit = sorted(set(self.cell.widths).difference(fit))
-        if unfit:
+        if unfit := sorted(set(self.cell.widths).difference(fit)):
             raise ValueError(
                 f"cell.widths has {unfit[0]}, and cell.ranks {ranks} cannot be divided into groups "
-                f"of {unfit[0]}: use --widths {','.join(map(str, fit))}, or another number of "
-                "ranks (--ranks)."
+                f"of {unfit[0]}: use --widths {','.join(map(str, fit))}, or another --ranks."
             )
 
     def _check_widths(self) -> None:

@@ -84,21 +84,21 @@ class ConfigReload:
     async def _await_gateways(self) -> None:
         """Wait for the gateways that ran with a configuration that this process had before."""
         until_s = time.monotonic() + GATEWAYS_LIMIT_S
-        while behind := self._behind():
-            refusals = {each for each in behind.values() if each}
+        while lagging := self._lagging():
+            refusals = {each for each in lagging.values() if each}
             if refusals:
                 raise ConfigError(
-                    f"the coordinator applies the file, but {len(behind)} gateways do not: "
+                    f"the coordinator applies the file, but {len(lagging)} gateways do not: "
                     f"{' '.join(sorted(refusals))}"
                 )
             if time.monotonic() > until_s:
                 raise ConfigError(
-                    f"the coordinator applies the file, but {len(behind)} gateways have not read "
+                    f"the coordinator applies the file, but {len(lagging)} gateways have not read "
                     f"it within {GATEWAYS_LIMIT_S:.0f} s: see their logs."
                 )
             await asyncio.sleep(LOOK_S)
 
-    def _behind(self) -> dict[str, str]:
+    def _lagging(self) -> dict[str, str]:
         """Return the gateways with a former configuration, and why they keep it if they say so."""
         present = self._owner.gateway_outboxes
         return {

@@ -62,7 +62,8 @@ ADMIN = {
     "GET /admin/status": "All that `aileron status` shows.",
     "GET /admin/live": "What the live page reads.",
     "GET /admin/usage": "Requests and tokens of each tenant and tier, by hour. See logs.md.",
-    "POST /admin/reload": "Read the configuration file again: `slo`, `policy`, bounds and `log` apply.",
+    "POST /admin/reload": "Read the configuration file again, and wait for who shares it: `slo`, `policy`, bounds and "
+    "`log` apply.",
     "POST /admin/put-back": 'Return a mode to service: `{"mode": "tp2"}`.',
     "POST /admin/renew": 'Restart all ranks, or those of one group: `{"ranks": [0, 1]}`.',
 }
