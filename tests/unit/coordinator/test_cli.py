@@ -334,6 +334,14 @@ def test_policy_is_fixed_unless_it_is_asked_for(tmp_path: Path) -> None:
         build("--observation-log", str(log))
 
 
+@pytest.mark.parametrize(
+    "url", ["nonsense", "127.0.0.1:8001", "http://[bad", "http://a:99999", "ftp://a", "http://"]
+)
+def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--once", "--admin-url", url]) == 2
+    assert capsys.readouterr().err.endswith(" is no URL: name one such as http://127.0.0.1:8001.\n")
+
+
 def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     assert main(["status", "--admin-url", f"http://127.0.0.1:{port}"]) == 1
