@@ -239,10 +239,13 @@ def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
     )
 
 
-def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
+def test_a_wrong_engine_option_ends_it_with_the_reason(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """vLLM alone knows that a step would be too small; its sentence is the last line."""
     options = ("--max-num-batched-tokens", "16", "--max-num-seqs", "999999")
-    with up(tmp_path, "--", *options) as running:
+    folder = tmp_path_factory.mktemp("w")  # Sockets have short paths.
+    with up(folder, "--", *options) as running:
         assert running.process.wait(START_LIMIT_S) == 1
         last = running.said.rstrip().splitlines()[-1]
         assert last.startswith("aileron: ")
