@@ -52,5 +52,9 @@ def test_a_landed_run_is_judged_against_the_better_server() -> None:
     verdict = found[f"TPOT p50 of {phases[0]['name']}: at most 1.05 x the best's"]
     assert float(verdict.measured) == pytest.approx(tpot / best, abs=0.001)
 
-    ours["decisions"] = [{"choice": "tp2", "reason": "it is faster"}]
+    ours["decisions"] = [
+        {"choice": "tp2", "reason": "it is faster", "changes": True},
+        {"choice": "tp2", "reason": "it is the best", "changes": False},
+    ]
     assert "- tp2: it is faster." in section_of("bursty", reports, 2)
+    assert "it is the best" not in "".join(section_of("bursty", reports, 2))
