@@ -7,11 +7,9 @@ import ssl
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import urlsplit
 
 from coordinator.admin.key import ADMIN_KEY_ENV, VIEWER_KEY_ENV
-from coordinator.cli.errors import USAGE_STATUS, CliError
-from coordinator.cli.last_run import DEFAULT_ADMIN_URL
+from coordinator.cli.errors import CliError
 
 ADMIN_CA_ENV = "AILERON_ADMIN_CA"
 """Variable with the PEM file of the authority of an https admin port."""
@@ -33,7 +31,6 @@ class AdminClient:
 
         Without it the file in `AILERON_ADMIN_CA` counts, else the machine's authorities.
         """
-        _require_url(url)
         self.url = url
         """The address that answers."""
         # Of several keys, which are valid together while they rotate, the first.
@@ -106,18 +103,6 @@ class AdminClient:
         except (OSError, ValueError, http.client.HTTPException):
             return None
         return answer
-
-
-def _require_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_url = False
-    if not is_url:
-        raise CliError(
-            f"--admin-url {url} is no URL: name one such as {DEFAULT_ADMIN_URL}.", USAGE_STATUS
-        )
 
 
 def _https(url: str, ca: str) -> list[urllib.request.HTTPSHandler]:

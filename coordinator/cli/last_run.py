@@ -77,8 +77,8 @@ def find_admin_url(given: str | None) -> str:
 
 def _url_of(given: str) -> str:
     """Return the URL of an address that may lack its scheme."""
-    url = given.strip().rstrip("/")
-    url = url if "://" in url else f"http://{url}"
+    url = given.strip()
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         parts = urlsplit(url)
         is_usable = bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
