@@ -40,7 +40,7 @@ def captured_us(call: Kernel) -> float:
         ended.record()
         ended.synchronize()
         times.append(started.elapsed_time(ended) * 1e3 / CALLS)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def add_norm(rows: int, hidden: int) -> dict[str, Kernel]:
