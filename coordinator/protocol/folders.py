@@ -8,8 +8,8 @@ from pathlib import Path
 
 from coordinator.protocol.config import Config, ConfigError
 
-SOCKET_PATH_BYTES = 36
-"""What a gateway appends to `run_dir` for its sockets: `/gateway-abcdefgh/engine-out.sock`."""
+SOCKET_PATH_BYTES = len("/gateway-abcdefgh/engine-out.sock")
+"""What a gateway appends to `run_dir` for its longest socket."""
 UNIX_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket."""
 LOG_NAMES = ("gateway.log", "worker.log", "coordinator.log", "config.yaml")
