@@ -98,9 +98,9 @@ def test_no_folder_of_the_user_leaves_batches_out_and_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nope")
 
-    async def serve(config: Any, *_: object) -> str:
+    async def serve(config: Any, *_: object) -> tuple[str, bool]:
         assert config.batches.data_dir == ""
-        return ""
+        return "", False
 
     monkeypatch.setattr(up_command, "_serve", serve)
     assert main(["up", "--config", str(config_file(tmp_path)), "--port", "0"]) == 0

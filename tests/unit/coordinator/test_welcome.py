@@ -38,14 +38,19 @@ def test_the_switch_to_try_has_the_key_that_it_needs() -> None:
 @pytest.mark.parametrize(
     ("cell", "layout"),
     [
-        ({"ranks": 3, "layout": "dp3", "widths": [1]}, "dp3"),
         ({"ranks": 6, "layout": "dp6", "widths": [1, 2]}, "tp2+tp2+tp2"),
         ({"ranks": 2, "layout": "tp2"}, "dp2"),
-        ({"ranks": 1, "layout": "dp1", "widths": [1]}, "dp1"),
     ],
 )
 def test_the_switch_to_try_is_possible(cell: dict[str, Any], layout: str) -> None:
     assert line_of("switch", cell=cell) == f"aileron switch {layout}"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_cell_with_one_layout_has_no_switch_to_try(ranks: int) -> None:
+    cell = {"ranks": ranks, "layout": f"dp{ranks}", "widths": [1]}
+    config = check_config({"model": {"path": "a/b"}, "cell": cell})
+    assert "switch" not in "".join(welcome_lines(config, "aileron", has_admin_key=False))
 
 
 def test_a_file_of_keys_that_accepts_nobody_is_named() -> None:
@@ -65,8 +70,8 @@ def test_up_warns_of_it_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
     keys: str,
 ) -> None:
-    async def serve(*_: Any) -> str:
-        return ""
+    async def serve(*_: Any) -> tuple[str, bool]:
+        return "", False
 
     for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))
