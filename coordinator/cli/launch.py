@@ -201,7 +201,7 @@ def _set_groups(
     if options.widths is not None:
         cell["widths"] = _read_widths(options.widths, ranks)
     elif changed:
-        cell["widths"] = _powers_of_two(ranks)
+        cell["widths"] = tuple(each for each in _powers_of_two(ranks) if ranks % each == 0)
     if options.mixed is not None:
         cell["mixed"] = options.mixed.split(",")
     elif changed:

@@ -349,12 +349,6 @@ class Config(_Frozen):
                 f"cell.widths, {widest}."
             )
         if self.borrows:
-            if self.cell.ranks % widest:
-                raise ValueError(
-                    f"cell.ranks is {self.cell.ranks}: each {widest} ranks (the widest of "
-                    "cell.widths) hold one copy of the weights together and borrow from each "
-                    f"other, so use a multiple of {widest}, or narrower groups."
-                )
             between = [group for group in layout.groups if 1 < group.width < widest]
             if between:
                 raise ValueError(

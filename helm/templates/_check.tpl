@@ -76,6 +76,8 @@
 {{- range $width := $cell.widths -}}
 {{- if gt (int $width) $ranks -}}
 {{- fail (printf "config.cell.widths has %d, but config.cell.ranks is %d: remove that width, or add ranks." (int $width) $ranks) -}}
+{{- else if ne (mod $ranks (int $width)) 0 -}}
+{{- fail (printf "config.cell.widths has %d, and config.cell.ranks %d cannot be divided into groups of %d: remove that width, or name another number of ranks." (int $width) $ranks (int $width)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -19,7 +19,7 @@ Processes replace ${AILERON_REDIS_URL} and other variables by their environment'
 {{- if not $widths -}}
 {{- $widths = list -}}
 {{- range $width := list 1 2 4 8 16 32 64 -}}
-{{- if le $width $ranks }}{{ $widths = append $widths $width }}{{ end -}}
+{{- if eq (mod $ranks $width) 0 }}{{ $widths = append $widths $width }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- $parts := int (dig "weight_parts" 1 $cell) -}}

@@ -300,7 +300,7 @@ def is_taken(cell: Object) -> bool:
     """Whether the product takes these groups, completed as `aileron up` does."""
     config: dict[str, Any] = {"model": {"path": "x"}, "cell": cell}
     if "widths" not in cell:
-        cell = {**cell, "widths": [each for each in (1, 2, 4, 8) if each <= cell["ranks"]]}
+        cell = {**cell, "widths": [each for each in (1, 2, 4, 8) if cell["ranks"] % each == 0]}
     if "layout" not in cell:
         cell = {**cell, "layout": f"dp{cell['ranks']}"}
     config["cell"] = cell

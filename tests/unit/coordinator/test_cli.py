@@ -64,6 +64,13 @@ def test_defaults_are_two_cpu_ranks_with_the_demo_model() -> None:
     assert config.batches.data_dir == f"/tmp/state/batches/{DEMO_NAME}"
 
 
+@pytest.mark.parametrize(("ranks", "widths"), [(3, (1,)), (4, (1, 2, 4)), (6, (1, 2))])
+def test_groups_are_those_into_which_ranks_can_be_divided(
+    ranks: int, widths: tuple[int, ...]
+) -> None:
+    assert build("--ranks", str(ranks)).cell.widths == widths
+
+
 def test_every_gpu_is_used_by_default() -> None:
     config = build(gpus=4)
     assert (config.cell.device, config.cell.ranks, config.cell.layout) == ("cuda", 4, "dp4")
@@ -124,8 +131,8 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--ranks", "4", "--mixed", "sp4"], "--mixed: 'sp4' is not a mixed group"),
         (["--mixed", "sp2tp2"], "--mixed: sp2tp2 needs groups 4 wide"),
         (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
-        (["--ranks", "3"], "cannot be divided into groups of 2: use --widths 1, or another"),
-        (["--ranks", "6"], "cannot be divided into groups of 4: use --widths 1,2, or another"),
+        (["--ranks", "3", "--widths", "1,2"], "groups of 2: use --widths 1, or another"),
+        (["--ranks", "6", "--widths", "1,2,4"], "groups of 4: use --widths 1,2, or another"),
         (["--port", "70000"], "^--port must be less than or equal to 65535"),
         (["--admin-port", "-1"], "^--admin-port must be greater than or equal to 0"),
         (["--gateways", "0"], "^--gateways must be greater than or equal to 1"),
@@ -216,8 +223,8 @@ def test_options_override_how_the_ranks_of_a_file_borrow(tmp_path: Path) -> None
         (("--weight-parts", "8"), "a power of two up to the widest group"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
         (
-            ("--ranks", "6", "--layout", "dp6", "--weight-parts", "2"),
-            "--ranks is 6: each 4 ranks .* so use a multiple of 4",
+            ("--ranks", "6", "--layout", "dp6", "--widths", "1,2,4", "--weight-parts", "2"),
+            "6 cannot be divided into groups of 4",
         ),
         (("--whole-layers", "2"), "ranks read no layers from each other"),
         (("--weight-parts", "2", "--borrow", "none", "--whole-layers", "auto"), "read no layers"),

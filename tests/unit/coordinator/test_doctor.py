@@ -103,8 +103,9 @@ def test_ranks_that_no_wide_group_divides_are_refused_with_the_remedy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = ["doctor", "--model", str(DEMO_MODEL), "--device", "cpu", "--ranks", "3"]
-    assert main(model) == 1
+    assert main([*model, "--widths", "1,2"]) == 1
     said = capsys.readouterr()
     assert "use --widths 1, or another --ranks." in said.out.splitlines()[-1]
     assert said.err == ""
     assert main([*model, "--widths", "1"]) == 0
+    assert main(model) == 0
