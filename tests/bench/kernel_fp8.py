@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tests.bench.graph_time import replay_us
 from tests.bench.kernel_fp8_tilings import SHAPES, tilings, to_compile
 from worker.engine.weights.fp8_kernel import (
     BUCKETS,
@@ -174,15 +174,7 @@ def microseconds(calls: Calls) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return float(round(statistics.median(times), 2))
+    return round(replay_us(graph.replay, len(calls), REPEATS), 2)
 
 
 def tune(operands: Operands, bucket: int, refused: set[Tiling]) -> dict[str, Any]:

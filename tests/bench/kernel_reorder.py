@@ -8,7 +8,6 @@ in CUDA graphs, and for prompts also launched plainly. Exit status 1 if a bit di
 import argparse
 import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 
+from tests.bench.graph_time import replay_us
 from worker.engine.weights.reorder import reorder_qkv
 from worker.engine.weights.rope_kernel import rotate_shards
 
@@ -115,15 +115,7 @@ def microseconds(step: Callable[[torch.Tensor], Any], layer: Layer, *, graph: bo
             layers()
         run = captured.replay
     run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
-    return float(round(statistics.median(times), 3))
+    return round(replay_us(run, LAUNCHES, REPEATS), 3)
 
 
 def measure(name: str, tokens: int, warps: list[int]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ arithmetic. The differences times the layers are what `vllm serve` gains by comp
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 from vllm import _custom_ops as ops
+
+from tests.bench.graph_time import replay_us
 
 ROWS = (1, 4, 16, 64, 256)
 CALLS = 64
@@ -32,15 +33,7 @@ def captured_us(call: Kernel) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    times = []
-    for _ in range(REPEATS):
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(started.elapsed_time(ended) * 1e3 / CALLS)
-    return float(statistics.median(times))
+    return replay_us(graph.replay, CALLS, REPEATS)
 
 
 def add_norm(rows: int, hidden: int) -> dict[str, Kernel]:

@@ -46,6 +46,11 @@ def siblings(gateway: GatewayProcess) -> set[int]:
     return {child.pid for child in psutil.Process(gateway.process.pid).children()}
 
 
+async def answer(ran: Ran) -> None:
+    """Two tokens at once."""
+    ran.tokens(0, [600, 601], "length")
+
+
 async def asked(gateway: GatewayProcess) -> list[httpx.Response]:
     """One request on each of many connections, all at once."""
 
@@ -59,9 +64,6 @@ async def asked(gateway: GatewayProcess) -> list[httpx.Response]:
 async def test_they_share_the_load_and_a_dead_one_is_replaced(
     gateway: GatewayProcess, cell: FakeCell
 ) -> None:
-    async def answer(ran: Ran) -> None:
-        ran.tokens(0, [600, 601], "length")
-
     cell.behave = answer
     first = siblings(gateway)
     assert len(first) == PROCESSES
@@ -121,9 +123,6 @@ async def test_a_stream_of_another_process_does_not_notice(
 async def test_a_repeated_request_gets_its_answer_from_whichever_process_it_reaches(
     gateway: GatewayProcess, cell: FakeCell
 ) -> None:
-    async def answer(ran: Ran) -> None:
-        ran.tokens(0, [600, 601], "length")
-
     cell.behave = answer
     body, headers = {**CHAT, "stream": False}, {"Idempotency-Key": "once"}
     answers = []

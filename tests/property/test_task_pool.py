@@ -94,9 +94,9 @@ class PoolMachine(RuleBasedStateMachine):
         tenant = "one" if task < "c" else "other"
         header = TaskHeader(task, "g", "tcp://g", 10, 20, tier, deadline_ms, tenant)
         void = self.fence.get(task, 0)
-        told = max(void, self.attempts.get(task, 0))
+        known = max(void, self.attempts.get(task, 0))
         tokens = tuple(self.pushed.get(task, ()))
-        return Submit(header, b"payload", tokens, told, void_attempt=void)
+        return Submit(header, b"payload", tokens, known, void_attempt=void)
 
     def submit_again(self, task: TaskId) -> None:
         self.perform(self.pool.submit(self.submission(task), self.now_ms))

@@ -44,7 +44,7 @@ class MoveChecker:
     Where all ranks and the coordinator are new processes, epochs begin again. A commit of which
     only processes knew that have ended is forgotten. A coordinator that has recovered counts the
     ranks that have not reported to it as lost, with their leases and their tasks, even if they come
-    back. So what an earlier coordinator told these is no outcome any more.
+    back. So what these heard of an earlier coordinator is no outcome any more.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class MoveChecker:
     def resolved(
         self, process: "SimRank", directive: Directive, is_committed: bool, coordinator: int
     ) -> None:
-        """Note the outcome of the move of `directive`, which this coordinator told the rank."""
+        """Note the outcome of a move, which `directive` of this coordinator names to the rank."""
         if coordinator < self._coordinator and not self._was_heard(process):
             return
         epoch = directive.stage.epoch

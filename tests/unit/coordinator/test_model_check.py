@@ -5,10 +5,8 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
 from collections.abc import Mapping
 from contextlib import suppress
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from coordinator.cli.hardware import host_memory_bytes, read_gpus
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ask_nobody, find_model, weight_bytes, weight_paths
+from tests.harness.coordinator.model_folders import change, hub_says
 from worker.demo import MODEL_DIR
 
 LIMIT_S = 2.0
@@ -44,11 +43,6 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
 
 
-def change(model: Path, **fields: Any) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
 def test_a_whole_model_is_served(model: Path) -> None:
     check(model)
     check(model, "--dtype", "float32", device="cuda", memory=Memory(80 * 2**30, "a GPU"))
@@ -67,15 +61,6 @@ def test_a_whole_model_is_served(model: Path) -> None:
 def test_a_wrong_path_or_id(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check(name)
-
-
-def hub_says(status: int, code: str) -> Any:
-    def fetch(url: str, _: Mapping[str, str]) -> bytes:
-        headers = Message()
-        headers["X-Error-Code"] = code
-        raise urllib.error.HTTPError(url, status, "no", headers, None)
-
-    return fetch
 
 
 def test_hugging_face_is_asked_for_an_id_that_is_not_in_the_cache(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import ssl
 import time
 import urllib.error
 from collections.abc import Mapping
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from coordinator.cli import main
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model, require_reachable
 from coordinator.protocol.model_files import ask_nobody
+from tests.harness.coordinator.model_folders import hub_says
 from worker.demo import MODEL_DIR
 
 LIMIT_S = 2.0
@@ -24,15 +24,6 @@ LIMIT_S = 2.0
 def check(model: Path | str, *engine_args: str, memory: Memory | None = None, **cell: Any) -> None:
     data = {"model": {"path": str(model), "engine_args": engine_args}, "cell": cell}
     check_model(check_config(data), {}, memory=memory, fetch=ask_nobody)
-
-
-def hub_says(status: int, code: str) -> Any:
-    def fetch(url: str, _: Mapping[str, str]) -> bytes:
-        headers = Message()
-        headers["X-Error-Code"] = code
-        raise urllib.error.HTTPError(url, status, "no", headers, None)
-
-    return fetch
 
 
 def cached(folder: Path) -> Path:

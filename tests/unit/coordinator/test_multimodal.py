@@ -1,9 +1,7 @@
 """Multimodal models: their text is served alone where torchvision is there."""
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,6 +9,7 @@ from coordinator.protocol import model_check
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
+from tests.harness.coordinator.model_folders import change
 from worker.demo import MODEL_DIR
 
 
@@ -24,12 +23,6 @@ def check(model: Path, *engine_args: str) -> None:
 def model(tmp_path: Path) -> Path:
     """A copy of the demo model."""
     return Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
-
-
-def change(model: Path, **fields: Any) -> None:
-    """Replace fields of config.json."""
-    file = model / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def test_the_text_of_a_multimodal_model_is_served_alone(

@@ -1,0 +1,25 @@
+"""Changed copies of the demo model, and a Hugging Face that refuses."""
+
+import json
+import urllib.error
+from collections.abc import Mapping
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+
+def change(model: Path, **fields: Any) -> None:
+    """Replace fields of a model's config.json."""
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def hub_says(status: int, code: str) -> Any:
+    """Return a way to fetch that gets this status and error code for every URL."""
+
+    def fetch(url: str, _: Mapping[str, str]) -> bytes:
+        headers = Message()
+        headers["X-Error-Code"] = code
+        raise urllib.error.HTTPError(url, status, "no", headers, None)
+
+    return fetch
