@@ -427,3 +427,6 @@ def test_an_asynchronous_result_says_when_its_tokens_are_there() -> None:
     source = inspect.getsource(AsyncOutput.__init__)
     assert "self.copy_event.record(copy_stream)" in source
     assert source.index("self.sampled_token_ids =") < source.index("self.copy_event.record")
+    # The device's times of its step are attached to it, and are over when the tokens are there.
+    assert "copy_stream.wait_stream(main_stream)" in source
+    assert hasattr(AsyncOutput.__new__(AsyncOutput), "__dict__")

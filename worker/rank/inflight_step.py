@@ -32,11 +32,28 @@ class InflightStep:
     """The epoch in which it was launched."""
     formation: int = 0
     """Its group's formation."""
+    before: Any = None
+    """The device's times of the step that was in flight when this one was planned; None if the host
+    was not ahead of the device, or the device tells no times."""
 
     @property
     def began_ns(self) -> int:
         """When its computation began, as far as the host knows."""
         return getattr(self.result, "began_ns", self.launched_ns)
+
+    @property
+    def device_times(self) -> Any:
+        """The device's own times of this step; None where it tells none."""
+        return getattr(self.result, "device_times", None)
+
+    def device_s(self) -> float | None:
+        """Return how long the step took by the device's clock, in seconds, once it is over.
+
+        If another was in flight before it, from the end of that one: what the device waits for the
+        host in between is part of what a step costs.
+        """
+        times = self.device_times
+        return float(times.seconds(self.before)) if times is not None else None
 
     @property
     def is_asynchronous(self) -> bool:

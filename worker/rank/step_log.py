@@ -1,8 +1,10 @@
 """Sums over the steps that a leader served, for a fit of their times. Pure.
 
-A step lasts from its launch, or from the end of the step before it if that is later, to its end. A
-step that takes several times the median of its size is left out: it hit something else, such as a
-page fault or a compile. Steps that took no longer than their loans are counted apart.
+A device that tells when its steps end is believed. The host is not told at once: it may launch the
+next step meanwhile. Without such a device, a step lasts from its launch, or from the end of the
+step before it if that is later, to the moment at which the host finds it over. A step that takes a
+multiple or a fraction of the median of its size is left out: it hit something else, such as a page
+fault or a compile. Steps that took no longer than their loans are counted apart.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,12 @@ from comm_pool.layout import Mode, StepMode
 from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums
 
 OUTLIER = 3.0
-"""Steps that take at least this multiple of their size's median are left out."""
+"""Steps that take at least this multiple of their size's median, or at most its inverse, are left
+out.
+
+The fit weighs relative errors, so one step that looks a hundred times too short would count as much
+as ten thousand others.
+"""
 
 ADAPTATION = 1.05
 """Factor by which one step moves its size's median."""
@@ -46,13 +53,14 @@ class _Median:
     seconds: float
     count: int = 0
     odd: int = 0
-    """Outliers in a row; many mean that the rank has become slow, so they are no outliers."""
+    """Outliers in a row; many mean that the rank has become slow or fast, so they are no outliers."""
 
     def learn(self, seconds: float) -> bool:
         """Move the median towards a value; return whether the value is no outlier."""
         self.count += 1
         self.seconds *= ADAPTATION if seconds > self.seconds else 1 / ADAPTATION
-        self.odd = self.odd + 1 if seconds >= OUTLIER * self.seconds else 0
+        is_usual = self.seconds / OUTLIER < seconds < OUTLIER * self.seconds
+        self.odd = 0 if is_usual else self.odd + 1
         return self.count < KNOWN_FROM or not 0 < self.odd < KNOWN_FROM
 
 
@@ -72,14 +80,23 @@ class StepLog:
         self._last_end_ns = 0
 
     def ended(
-        self, plan: PlannedStep, width: int, launched_ns: int, end_ns: int, floor_us: int = 0
+        self,
+        plan: PlannedStep,
+        width: int,
+        launched_ns: int,
+        end_ns: int,
+        floor_us: int = 0,
+        device_s: float | None = None,
     ) -> None:
-        """Count a step of a group; both times are of one clock.
+        """Count a step of a group; both times are of the host's clock.
 
-        Its loans alone take `floor_us`; 0 if it borrows nothing.
+        Its loans alone take `floor_us`; 0 if it borrows nothing. `device_s` is how long it took by
+        the device's clock in seconds, where that is known.
         """
         mode, tokens = plan.mode, plan.tokens
         seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9
+        if device_s is not None:
+            seconds = device_s
         self._last_end_ns = end_ns
         # The policy does not weigh layouts of mixed groups.
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):

@@ -162,6 +162,7 @@ class Steps:
         started_ns = self._now_ns()
         assert mode.scheduler is not None
         self.run_deferred()
+        times_before = self._inflight.device_times if self._inflight is not None else None
         if self._inflight is not None and self._inflight.goes_first(self._runtime.host):
             self.finish_inflight()
         if mode.scheduler.has_requests():
@@ -177,7 +178,9 @@ class Steps:
             self._runtime.lead(Step(binding.formation, plan))
             result = self.execute(mode, plan)
             group, formation = binding.group, binding.formation
-            launched = InflightStep(plan, result, self.started_ns, mode, group, epoch, formation)
+            launched = InflightStep(
+                plan, result, self.started_ns, mode, group, epoch, formation, times_before
+            )
             before, self._inflight = self._inflight, launched
             if before is not None:
                 self._finish(before)
@@ -349,7 +352,7 @@ class Steps:
         assert mode.scheduler is not None
         self.ended_ns = now_ns
         floor_us = mode.times.floor_us.get(step.plan.mode, 0)
-        self.log.ended(step.plan, mode.width, step.began_ns, now_ns, floor_us)
+        self.log.ended(step.plan, mode.width, step.began_ns, now_ns, floor_us, step.device_s())
         frees = mode.scheduler.frees_after_step
         outputs = mode.finish_step(step.plan, result)
         if outputs:

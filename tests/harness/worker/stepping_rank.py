@@ -26,14 +26,22 @@ class Log(StepLog):
         super().__init__()
         self.usual: float | None = None
         self.times: list[tuple[int, int]] = []
+        self.device_s: list[float | None] = []
 
     def usual_s(self, _plan: Any, _width: int) -> float | None:
         return self.usual
 
     def ended(
-        self, _plan: Any, _width: int, launched_ns: int, end_ns: int, floor_us: int = 0
+        self,
+        _plan: Any,
+        _width: int,
+        launched_ns: int,
+        end_ns: int,
+        floor_us: int = 0,
+        device_s: float | None = None,
     ) -> None:
         self.times.append((launched_ns, end_ns))
+        self.device_s.append(device_s)
 
 
 class Stage:

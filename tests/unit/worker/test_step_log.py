@@ -51,6 +51,38 @@ def test_outliers_and_empty_steps_are_left_out() -> None:
     assert told.sums.steps == 59
 
 
+def test_a_step_that_looks_far_too_short_is_left_out() -> None:
+    log, now = StepLog(), 0
+    for number in range(60):
+        took = MS // 100 if number == 50 else 10 * MS
+        log.ended(Plan(4), 2, now, now + took)
+        now += took
+    (served,) = log.take()
+    assert served.sums.steps == 59
+    line = fit(served.sums)
+    assert line is not None
+    assert line.seconds(4, 0) == pytest.approx(0.010)
+
+
+def test_the_device_is_believed_where_it_tells_its_times() -> None:
+    """While the host launches a long step, it does not see the one before end.
+
+    By the host's clock the short one takes as long as the launch, and the long one nothing.
+    """
+    log, now = StepLog(), 0
+    for _ in range(20):
+        launched = now + 28 * MS
+        log.ended(Plan(1), 2, now, launched, device_s=0.004)
+        now = launched + MS // 10
+        log.ended(Plan(1_800), 2, launched - 28 * MS, now, device_s=0.030)
+    (served,) = log.take()
+    line = fit(served.sums)
+    assert line is not None
+    assert served.sums.steps == 40
+    assert line.seconds(1, 0) == pytest.approx(0.004, rel=0.01)
+    assert line.seconds(1_800, 0) == pytest.approx(0.030, rel=0.01)
+
+
 def test_it_knows_how_long_steps_of_a_size_usually_take() -> None:
     log, now = StepLog(), 0
     assert log.usual_s(Plan(4), 1) is None

@@ -211,6 +211,42 @@ def test_it_tells_when_its_last_step_will_end() -> None:
     assert (stage.steps.ends_ns, stage.steps.decode_ns) == (known, 5_000 * MS)
 
 
+class DeviceTimes:
+    """Of a device that computes a step in 4 ms, and then waits 3 ms for the host."""
+
+    def __init__(self, number: int) -> None:
+        self.began_ms, self.ended_ms = 7 * number, 7 * number + 4
+
+    def seconds(self, before: "DeviceTimes | None") -> float:
+        return (self.ended_ms - (self.began_ms if before is None else before.ended_ms)) / 1000
+
+
+def test_a_step_costs_what_the_device_waits_for_the_host_between_two() -> None:
+    stage, launched = Stage(), []
+    execute = stage.dp.execute
+
+    def timed(plan: Any) -> Any:
+        launched.append(execute(plan))
+        launched[-1].device_times = DeviceTimes(len(launched))
+        return launched[-1]
+
+    stage.dp.execute = timed
+    for _ in range(3):
+        stage.step(DP, 3)
+    stage.steps.finish_inflight()
+    assert stage.log.device_s == [0.004, 0.007, 0.007], "the first followed none"
+    stage.step(DP, 3)
+    stage.steps.finish_inflight()
+    assert stage.log.device_s[3:] == [0.004], "the device had nothing to do before it"
+
+
+def test_a_device_may_tell_no_times() -> None:
+    stage = Stage()
+    stage.step(DP, 3)
+    stage.steps.finish_inflight()
+    assert stage.log.device_s == [None]
+
+
 def test_neither_prompts_nor_empty_steps_say_how_long_a_decode_takes() -> None:
     stage = Stage(tokens=2)
     for usual_s, decode_ms in ((1.0, 0), (5.0, 5_000), (0.001, 5_000)):

@@ -53,6 +53,31 @@ class _AdoptedBuffer(TorchFunctionMode):
         return func(*args, **given)
 
 
+class DeviceTimes:
+    """When a step began and ended by the device's clock: events on the stream that computes it."""
+
+    __slots__ = ("_began", "_ended")
+
+    def __init__(self) -> None:
+        """The step begins when the device comes to this point."""
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
+        self._began.record()
+
+    def end(self) -> None:
+        """The step ends when the device comes to this point."""
+        self._ended.record()
+
+    def seconds(self, before: "DeviceTimes | None") -> float:
+        """Return how long the step took, from the end of `before` if that is given.
+
+        Call it when the step's tokens are there: the device passes its end at about that moment.
+        """
+        self._ended.synchronize()
+        first = before._ended if before is not None else self._began
+        return float(first.elapsed_time(self._ended)) * 1e-3
+
+
 SP_GRAPH_TOKENS_MIN = 64
 """Smallest decode batch that sp has a graph for: below it tp reads less weights per step."""
 
@@ -216,9 +241,13 @@ class GpuModeRunner(GPUModelRunner):
             give_arrays(step, known)
         else:
             give_lists(step)
+        times = DeviceTimes()
         output = self.execute_model(step)
         result = self.sample_tokens(grammar) if output is None else output
         self._launched.record()
+        times.end()
+        if hasattr(result, "get_output"):
+            result.device_times = times
         return result
 
     def forget_tasks(self) -> None:
