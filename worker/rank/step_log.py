@@ -53,7 +53,7 @@ class _Median:
     seconds: float
     count: int = 0
     odd: int = 0
-    """Outliers in a row; many mean that the rank has become slow or fast, so they are no outliers."""
+    """Outliers in a row; many mean that the rank is slow or fast now, so they are no outliers."""
 
     def learn(self, seconds: float) -> bool:
         """Move the median towards a value; return whether the value is no outlier."""

@@ -6,13 +6,17 @@ trees computes a step, each with its own graphs.
 """
 
 import copy
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import structlog
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
@@ -28,6 +32,8 @@ from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, gi
 from worker.engine.scheduling.token_rows import take_arrays
 from worker.engine.sequence_parallel.exchange import Exchange
 from worker.engine.sequence_parallel.tree import capturing, exchange_of
+
+log = structlog.get_logger()
 
 
 class _AdoptedBuffer(TorchFunctionMode):
@@ -85,6 +91,21 @@ SP_GRAPH_TOKENS_MIN = 64
 PROMPT_GRAPH_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
 """Sizes of graphs for steps that read prompts; launches bound steps of at most these tokens."""
 
+MORE_PROMPT_GRAPH_TOKENS = (1280, 1536, 2048)
+"""The sizes after these, where launches bound such steps too: small models in wide groups."""
+
+BOUND_TOKENS = (1088, 2048)
+"""Sizes of the two steps that tell whether launches bound a mode's steps of more tokens."""
+
+BOUND_RATIO = 1.5
+"""Launches bound them if the large one takes less than this multiple of the small one.
+
+Bound by computation it would take 1.9 times as long.
+"""
+
+BOUND_REPEATS = 2
+"""Measurements of each; the shortest counts."""
+
 PROMPT_SPLITS_MAX = 4
 """Parts into which these graphs split attention over one context.
 
@@ -97,10 +118,19 @@ PROMPT_GRAPH_TOKENS_BORROWING = (256, 512, 768, 1024)
 """The same where steps borrow: the loans of a smaller one take as long."""
 
 
-def prompt_graph_sizes(batched_tokens_max: int, *, borrows: bool) -> list[int]:
+def prompt_graph_sizes(
+    batched_tokens_max: int, *, borrows: bool, is_launch_bound: bool = False
+) -> list[int]:
     """Return the captured sizes of steps that read prompts."""
-    sizes = PROMPT_GRAPH_TOKENS_BORROWING if borrows else PROMPT_GRAPH_TOKENS
+    sizes = [*(PROMPT_GRAPH_TOKENS_BORROWING if borrows else PROMPT_GRAPH_TOKENS)]
+    if is_launch_bound:
+        sizes += MORE_PROMPT_GRAPH_TOKENS
     return [size for size in sizes if size <= batched_tokens_max]
+
+
+def is_launch_bound(short_s: float, long_s: float) -> bool:
+    """Return whether launches bound the steps of `BOUND_TOKENS`, which take these seconds."""
+    return long_s < BOUND_RATIO * short_s
 
 
 def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
@@ -140,6 +170,8 @@ class GpuModeRunner(GPUModelRunner):
         self._split_builders: list[Any] = []
         """The attention metadata builders of the prompt graphs."""
         self._decode_limits = (0, 0)
+        self._is_launch_bound = self._may_be_launch_bound
+        """Whether launches bound steps that are longer than the usual prompt graphs."""
         self._takes_arrays = take_arrays(self.req_states.all_token_ids)
         self._launched = torch.cuda.Event()
         """Recorded after all that was launched here."""
@@ -168,8 +200,40 @@ class GpuModeRunner(GPUModelRunner):
 
     def _prompt_sizes(self) -> list[int]:
         return prompt_graph_sizes(
-            self.scheduler_config.max_num_batched_tokens, borrows=self._first in self._borrowing
+            self.scheduler_config.max_num_batched_tokens,
+            borrows=self._first in self._borrowing,
+            is_launch_bound=self._is_launch_bound,
         )
+
+    @property
+    def _may_be_launch_bound(self) -> bool:
+        """Whether that is worth a measurement. Loans bound steps that borrow."""
+        return self._first not in self._borrowing and self.max_num_tokens >= max(BOUND_TOKENS)
+
+    def _find_launch_bound(self) -> bool:
+        """Return whether launches bound steps of more than the usual prompt graphs' tokens.
+
+        All ranks of the group must call it together, and all find the same.
+        """
+        self.use(self._first)
+        times = torch.zeros(len(BOUND_TOKENS), dtype=torch.float64)
+        for row, tokens in enumerate(BOUND_TOKENS):
+            # The first one compiles and allocates.
+            times[row] = min([self._eager_step_s(tokens) for _ in range(1 + BOUND_REPEATS)][1:])
+        if self.parallel_config.tensor_parallel_size > 1:
+            dist.all_reduce(times, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        short_s, long_s = times.tolist()
+        found = is_launch_bound(short_s, long_s)
+        log.info("prompt_graphs", short_s=short_s, long_s=long_s, is_launch_bound=found)
+        return found
+
+    def _eager_step_s(self, tokens: int) -> float:
+        """Return the seconds of a step that replays no graph."""
+        torch.accelerator.synchronize()
+        started = time.perf_counter()
+        self._dummy_run(tokens)
+        torch.accelerator.synchronize()
+        return time.perf_counter() - started
 
     def _prepare_prompt_graphs(self) -> None:
         """Prepare graphs for prompts if the back end can replay any mix of queries.
@@ -207,7 +271,7 @@ class GpuModeRunner(GPUModelRunner):
     @property
     def graphed_tokens(self) -> int:
         """Steps of at most this many tokens replay a graph of the first tree; 0 if none does."""
-        return PROMPT_GRAPH_TOKENS[-1] if self._prompt_graphs is not None else 0
+        return self._prompt_sizes()[-1] if self._prompt_graphs is not None else 0
 
     def prompt_graph_sizes(self, mode: StepMode) -> Sequence[int]:
         """Return the sizes in tokens of the graphs for steps that read prompts in this mode."""
@@ -221,7 +285,7 @@ class GpuModeRunner(GPUModelRunner):
         if self._graphs:
             reads_prompts &= mode is self._first and self._prompt_graphs is not None
             self.cudagraph_manager = self._prompt_graphs if reads_prompts else self._graphs[mode]
-            prompt_limits = (PROMPT_GRAPH_TOKENS[-1], PROMPT_SPLITS_MAX)
+            prompt_limits = (self.graphed_tokens, PROMPT_SPLITS_MAX)
             for builder in self._split_builders:
                 limits = prompt_limits if reads_prompts else self._decode_limits
                 builder.max_cudagraph_size, builder.max_num_splits = limits
@@ -295,6 +359,9 @@ class GpuModeRunner(GPUModelRunner):
                 with capturing(self._trees[mode]):
                     taken += int(self.capture_model())
         if self._prompt_graphs is not None:
+            if self._may_be_launch_bound:
+                self._is_launch_bound = self._find_launch_bound()
+                self._prompt_graphs = self._own_manager(self._prompt_sizes(), CUDAGraphMode.FULL)
             self.use(self._first, reads_prompts=True)
             taken += int(self.capture_model())
         self.use(self._first)
