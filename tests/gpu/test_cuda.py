@@ -78,7 +78,7 @@ async def run(cell: BareCell, tag: str, switches: list[str]) -> list[list[int]]:
             ids = random.Random(number).choices(range(10, 4000), k=20 + 9 * number)
             temperature = 0.8 if number % 2 else 0.0
             client.submit(name, ids, max_tokens=TOKENS, temperature=temperature, seed=number)
-        await asyncio.sleep(0.1)
+        await client.wait_first_tokens(*names)
         for layout in switches:
             await asyncio.to_thread(cell.switch, layout, "pause")
             await asyncio.sleep(0.02)

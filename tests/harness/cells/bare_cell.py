@@ -375,6 +375,13 @@ class TaskClient:
         assert stream.failure is None, stream.failure
         return [sent, *stream.times]
 
+    async def wait_first_tokens(self, *names: str) -> None:
+        """Wait until these streams have a token each: the first steps may compile kernels."""
+        deadline = time.monotonic() + TASK_LIMIT_S
+        while not all(self.streams[name].tokens for name in names):
+            assert time.monotonic() < deadline, {n: len(self.streams[n].tokens) for n in names}
+            await asyncio.sleep(0.001)
+
     async def finish(self, *names: str) -> list[Stream]:
         """Wait until these streams are complete."""
         deadline = time.monotonic() + TASK_LIMIT_S

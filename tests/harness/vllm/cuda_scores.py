@@ -76,7 +76,7 @@ async def moved_logits(
         names = [f"moved-{number}" for number in range(len(prompts))]
         for name, ids in zip(names, prompts, strict=True):
             client.submit(name, ids, max_tokens=tokens, logprobs=-1)
-        await asyncio.sleep(0.1)
+        await client.wait_first_tokens(*names)
         for layout in layouts:
             await asyncio.to_thread(cell.switch, layout, "reshard")
             await asyncio.sleep(0.03)
