@@ -5,9 +5,7 @@ interpreter cuts fp32 to bf16 instead of rounding it; fp16 stands for 16-bit typ
 """
 
 import copy
-import gc
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +16,24 @@ import torch
 from torch import nn
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from tests.harness.vllm.interpreted_trees import (
+    FAMILIES,
+    LAYERS,
+    MAX_POSITION,
+    MODEL,
+    config_of,
+    replica_of,
+    world,
+)
 from worker.engine.weights import rope_kernel
 from worker.engine.weights.layers import restore_natural_order
 from worker.engine.weights.rope import DeferredNorm, FusedRope, fuse_rope
 from worker.engine.weights.rope_kernel import rotate_shards
-from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica
+from worker.engine.weights.tree import build_tp_tree, foreign_bytes
 
-MAX_POSITION = 64
 EPSILON = 1e-6
 # (tokens, shards, q heads and KV heads of a shard, head_dim)
 SHAPES = [
@@ -179,22 +184,11 @@ def test_every_load_of_the_row_stands_before_the_barrier() -> None:
 
 # ---------------------------------------------------------------- in real vLLM trees
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
-}
-MODEL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": MAX_POSITION,
-    "vocab_size": 64,
-    "dtype": "float32",
-}
-LAYERS: int = MODEL["num_hidden_layers"]
+
+@pytest.fixture(scope="module", autouse=True)
+def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with world(tmp_path_factory.mktemp("world")):
+        yield
 
 
 class Probe(nn.Module):  # type: ignore[misc]
@@ -203,45 +197,6 @@ class Probe(nn.Module):  # type: ignore[misc]
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.seen = (q.clone(), k.clone(), v.clone())
         return q
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    address = f"file://{tmp_path_factory.mktemp('world') / 'store'}"
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
-        parallel_state.initialize_model_parallel(1)
-    with pytest.MonkeyPatch.context() as patch:
-        # vLLM's CPU runner does the same: there is no accelerator whose cache could be emptied.
-        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
-        # vLLM collects garbage for each model it loads: what was imported needs no look each time.
-        gc.freeze()
-        yield
-        gc.unfreeze()
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-
-
-def config_of(folder: Path, **changes: Any) -> VllmConfig:
-    (folder / "config.json").write_text(json.dumps({**MODEL, **changes}))
-    config = EngineArgs(
-        model=str(folder),
-        dtype="float32",
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-    ).create_engine_config()
-    config.kernel_config.ir_op_priority.rms_norm = ["vllm_c", "native"]  # As it is on CUDA.
-    return config
-
-
-def replica_of(config: VllmConfig, shards: int = 4) -> nn.Module:
-    with set_current_vllm_config(config):
-        replica = load_replica(config, shards)
-    torch.manual_seed(1)
-    for parameter in replica.parameters():
-        parameter.data.normal_()
-    return replica
 
 
 def attention_sees(tree: nn.Module, positions: torch.Tensor) -> list[torch.Tensor]:
