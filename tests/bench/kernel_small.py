@@ -1,8 +1,10 @@
-"""Times the small kernels of a decode step, vLLM's and compiled ones, on one NVIDIA GPU.
+"""Times the small kernels of a decode step, vLLM's, compiled ones and ours, on one NVIDIA GPU.
 
 `python -m tests.bench.kernel_small [--hidden 4096 --inner 14336]` prints JSON: microseconds per
-call in CUDA graphs, by rows, of vLLM's own kernel and of what torch.compile makes of the same
-arithmetic. The differences times the layers are what `vllm serve` gains by compilation.
+call in CUDA graphs, by rows, of vLLM's own kernel, of what torch.compile makes of the same
+arithmetic, and of our kernel: as a tree calls it ("ours", vLLM's beyond `ROWS_MAX` rows), and with
+each number of elements per thread. The differences times the layers are what `vllm serve` gains by
+compilation.
 """
 
 import argparse
@@ -15,11 +17,15 @@ from torch.nn import functional
 from vllm import _custom_ops as ops
 
 from tests.bench.graph_time import replay_us
+from worker.engine.weights import silu_kernel
+from worker.engine.weights.silu import silu_of_rows
 
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 4, 16, 64, 128, 192, 256)
 CALLS = 64
 """Calls in a graph, each of which needs the result of the one before, as in a step."""
 REPEATS = 20
+PER_THREAD = (1, 2, 4, 8)
+"""Elements that a thread of our kernel computes."""
 EPSILON = 1e-6
 Kernel = Callable[[], None]
 
@@ -78,7 +84,25 @@ def silu_mul(rows: int, inner: int) -> dict[str, Kernel]:
     def run() -> None:
         compiled(both)
 
-    return {"vllm": lambda: torch.ops._C.silu_and_mul(out, both), "compiled": run}
+    def of_vllm(both: torch.Tensor) -> torch.Tensor:
+        torch.ops._C.silu_and_mul(out, both)
+        return out
+
+    def ours() -> None:
+        silu_of_rows(silu_kernel.silu_mul, of_vllm, both)
+
+    def with_elements(per_thread: int) -> Kernel:
+        def launch() -> None:
+            silu_kernel.silu_mul(both, per_thread)
+
+        return launch
+
+    return {
+        "vllm": lambda: torch.ops._C.silu_and_mul(out, both),
+        "compiled": run,
+        "ours": ours,
+        **{f"ours, {count} per thread": with_elements(count) for count in PER_THREAD},
+    }
 
 
 def main() -> int:

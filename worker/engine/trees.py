@@ -34,6 +34,7 @@ from worker.engine.weights.part_store import StoredPart
 from worker.engine.weights.ring import LoanRing
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
+from worker.engine.weights.silu import plug_silu
 from worker.engine.weights.tree import (
     build_tp_tree,
     foreign_bytes,
@@ -201,8 +202,11 @@ class TreeBuilder:
         fused = sum(fuse_rope(made[key][key.mode], self.configs[key]) for key in self.keys)
         for key in wider:
             self._add_sp(made[key], key, replica, alone)
+        gates = sum(
+            plug_silu(tree, self.configs[key]) for key in self.keys for tree in made[key].values()
+        )
         self._prove_logits(made)
-        log.info("trees_proved", layers=self._proved, fused_attentions=fused)
+        log.info("trees_proved", layers=self._proved, fused_attentions=fused, gates=gates)
         return made
 
     def _tp_tree(

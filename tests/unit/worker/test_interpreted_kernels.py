@@ -1,4 +1,5 @@
-"""Triton's kernels under its interpreter: fused RoPE, the fp8 GEMM and the one that drains.
+"""Triton's kernels under its interpreter: fused RoPE, silu, the fp8 GEMM and the one that
+drains.
 
 The interpreter must be chosen before triton's first import, so all cases have one process of their
 own.
@@ -10,7 +11,7 @@ from tests.harness.vllm.interpreted import LIMIT_S, run_cases
 
 pytest.importorskip("vllm")
 
-FEWEST = {"fp8_cases.py": 48, "rope_cases.py": 52, "drain_cases.py": 4}
+FEWEST = {"fp8_cases.py": 48, "rope_cases.py": 52, "silu_cases.py": 40, "drain_cases.py": 4}
 """Cases that must have passed: an empty run proves nothing."""
 FEWEST_LONG = {"fp8_cases.py": 35}
 
