@@ -48,7 +48,7 @@ IN_QUESTION = 0.7
 MINUTE_MS = 60_000
 
 REGRET_MS = 60_000
-"""A change for speed was a mistake if goals call for another layout within this time."""
+"""A change for speed was a mistake if requests begin to miss goals within this time."""
 
 CAUTION_TIMES_MAX = 10
 """Limit of the caution time, in multiples of its first value."""
@@ -219,12 +219,17 @@ def _remember(state: State, best: ScoredCandidate, here: Arrangement, now_ms: in
 
 
 def _changed(
-    state: State, reason: _Reason, now_ms: int, previous: Layout, settings: PolicySettings
+    state: State, reason: _Reason, now_ms: int, now: ScoredCandidate, settings: PolicySettings
 ) -> State:
-    """Return what to remember when the layout changes from `previous`."""
+    """Return what to remember when the layout changes from that of `now`.
+
+    A change for speed that goals take back in time, before any request misses one, was no mistake.
+    """
+    previous = now.arrangement.layout
     if reason.is_for_speed:
         return replace(state, faster_ms=now_ms)
-    if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
+    is_late = bool(now.score.refused) or now.score.attainment < AS_GOOD
+    if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS or not is_late:
         return replace(state, faster_ms=None)
     most_ms = CAUTION_TIMES_MAX * settings.caution_ms
     is_again = now_ms - state.careful_until_ms < most_ms
@@ -267,7 +272,7 @@ def _choose(
     if there.layout != here.layout:
         if held := _held_back(observation, now, best, settings):
             return stay(f"{held}; otherwise {there.name}, because {reason.words}")
-        state = _changed(state, reason, observation.time_ms, here.layout, settings)
+        state = _changed(state, reason, observation.time_ms, now, settings)
     return Verdict(there, reason.words, changes=True), state
 
 
@@ -277,10 +282,11 @@ def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) 
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
     gained = best.after_switch(settings.horizon_ms)
     if gained > _beaten_at(now, settings):
-        words = (
-            f"{best.score.attainment:.0%} of requests would meet their goals, "
-            f"{now.score.attainment:.0%} here"
-        )
+        there, here = f"{best.score.attainment:.0%}", f"{now.score.attainment:.0%}"
+        words = f"{there} of requests would meet their goals, {here} here"
+        if there == here:
+            # Only the score under a busier load, which worth includes, tells them apart.
+            words = f"a little more load would cost {1 - now.worth / gained:.0%} of the goals here"
         return _Reason(words, urgent=gained > now.worth * (1 + URGENT_GAIN))
     needed = max(settings.latency_gain_min, best.lost_s / STAY_ASSUMED_S)
     if best.cost < now.cost * (1 - needed):

@@ -290,6 +290,16 @@ def test_a_change_for_speed_that_lasted_was_no_mistake() -> None:
     assert layout_of(quiet) == "tp4"
 
 
+def test_a_change_for_speed_that_is_taken_back_in_time_was_no_mistake() -> None:
+    """More requests than these would make some miss their goals: none does yet."""
+    rise = tier(Tier.STANDARD, rate=15.0, rate_age_s=15.0)
+    (_, back), state = after([at(0, "dp4"), at(20_000, "tp4", rise)])
+    assert layout_of(back) == "tp2+tp2"
+    assert back.candidates[0].score.attainment > 0.99
+    assert back.reason == "a little more load would cost 14% of the goals here"
+    assert (state.careful_until_ms, state.faster_ms) == (0, None)
+
+
 def test_groups_that_are_kept_for_a_tier_are_no_mistake_of_the_layout() -> None:
     urgent = tier(Tier.INTERACTIVE, rate=3.0, rate_age_s=15.0, running=6, context_tokens=6_600)
     batch = tier(Tier.BATCH, unstarted=300, unstarted_tokens=300_000, running=100)
