@@ -387,6 +387,8 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         text = f"Unknown admin URL: {request.method} {request.url.path[:100]}."
+        if request.url.path.startswith("/v1/"):
+            text += " Requests go to the serving port, 8000 unless another is set."
         return error_answer(404, "unknown_url", text)
     if error.status_code == 405:
         answer = error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")

@@ -87,6 +87,28 @@ _MODELS = b"/v1/models/"
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
 """Errors of pydantic that quote the allowed values; the others may quote the request."""
 
+UNKNOWN_URL = "Unknown request URL: check the method and the path; docs/api.md lists all routes."
+_ELSEWHERE: Final = (
+    (
+        frozenset(
+            {
+                *("embeddings", "embed", "rerank", "score", "pooling", "classify", "audio"),
+                *("images", "videos", "moderations", "realtime"),
+            }
+        ),
+        "This server generates text alone: it has no embeddings, scores, images and audio.",
+    ),
+    (
+        frozenset({"assistants", "threads", "conversations", "vector_stores", "fine_tuning"}),
+        "This server stores no conversations, documents and models: send the whole input.",
+    ),
+    (
+        frozenset({"metrics", "admin"}),
+        "Metrics and the admin API are on the admin port, 8001 unless another is set.",
+    ),
+)
+"""First words of paths that others serve, and the sentence about them."""
+
 OTHER_ROUTE = "other"
 """The name of all routes that do not exist."""
 
@@ -118,12 +140,27 @@ def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None
     methods = {known for known, route in _ROUTES if route == path}
     methods |= {"HEAD"} if "GET" in methods else set()
     if not methods:
-        return api_error("unknown_url", "Unknown request URL: check the method and the path.")
+        return api_error("unknown_url", _unknown(path))
     if method not in methods:
         allowed = ", ".join(sorted(methods))
         error = api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
         return error.with_headers([(b"allow", allowed.encode())])
     return None
+
+
+def _unknown(path: str) -> str:
+    """Return the sentence about a path that is no route; it quotes routes, not the request."""
+    words = [word for word in path.lower().split("/") if word not in ("", "v1")]
+    plain = "/".join(words)
+    known = sorted(
+        route for _, route in _ROUTES if route in (f"/v1/{plain}", f"/{plain}") and "{" not in route
+    )
+    if known:
+        return f"Unknown request URL: did you mean {known[0]}?"
+    for names, sentence in _ELSEWHERE:
+        if words and words[0] in names:
+            return sentence
+    return UNKNOWN_URL
 
 
 def route_name(method: str, path: str) -> str:

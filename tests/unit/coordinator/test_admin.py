@@ -195,6 +195,12 @@ async def test_errors_have_one_shape(
     assert error_of(answer)["code"] == code
 
 
+async def test_a_request_for_the_model_is_sent_to_the_serving_port(cell: Cell) -> None:
+    answer = await cell.http.post("/v1/chat/completions", json={})
+    assert answer.status_code == 404
+    assert "serving port" in error_of(answer)["message"]
+
+
 async def test_refused_methods_come_with_the_allowed_ones(cell: Cell) -> None:
     methods = {"/admin/renew": "POST", "/admin/layout": "GET, HEAD, POST", "/": "GET, HEAD"}
     for path, allowed in methods.items():

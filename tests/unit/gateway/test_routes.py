@@ -11,6 +11,7 @@ from starlette.routing import Mount
 
 from gateway.errors import api_error
 from gateway.http.routes import (
+    UNKNOWN_URL,
     VLLM_ROUTES,
     Readiness,
     add_own_routes,
@@ -98,6 +99,31 @@ def test_missing_route_of_vllm_is_noticed() -> None:
 def test_find_route(method: str, path: str, code: str | None) -> None:
     error = find_route(method, path)
     assert (error.code if error else None) == code
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/V1/models/", "did you mean /v1/models?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/v1/audio/transcriptions", "text alone"),
+        ("/rerank", "text alone"),
+        ("/v1/conversations", "send the whole input"),
+        ("/metrics", "on the admin port"),
+        ("/admin/layout", "on the admin port"),
+        ("/", UNKNOWN_URL),
+        ("/v1/secret-of-a-client", UNKNOWN_URL),
+    ],
+)
+def test_an_unknown_url_says_where_to_go_and_quotes_nothing(path: str, words: str) -> None:
+    error = find_route("PUT", path)
+    assert error is not None
+    assert error.code == "unknown_url"
+    assert words in error.message
+    assert "secret" not in error.message
 
 
 @pytest.mark.parametrize(
