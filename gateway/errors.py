@@ -29,6 +29,14 @@ READ_CHARS_MAX = 4 * MESSAGE_CHARS_MAX
 UNKNOWN_CODE_STATUS = 500
 MODEL_NOT_FOUND_MESSAGE = "The model does not exist: GET /v1/models lists what is served."
 SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
+MEDIA_TEXT = (
+    "This server has text models alone: send messages of text, without images, audio, video and "
+    "files."
+)
+NO_TOOL_PARSER = (
+    "This server reads no tool calls: its operator has to start it with --enable-auto-tool-choice "
+    "and --tool-call-parser NAME."
+)
 
 _REQUEST = "invalid_request_error"
 _UNAVAILABLE = "service_unavailable_error"
@@ -123,7 +131,27 @@ PARAMETERS: Final = frozenset(
     }
 )
 """Parameters whose names an error may repeat: they are no client's text."""
-_NAMED = re.compile(r"[`'\"](\w+)[`'\"]")
+API_WORDS: Final = frozenset({"auto", "content", "function", "name", "none", "required", "role"})
+"""Words of the API beside its parameters."""
+_NAMED = re.compile(r"[`'\"]((\w+)(?:=(?:True|False|\d{1,9}))?)[`'\"]")
+_IN_OUR_WORDS: Final = (
+    ("is not a multimodal model", MEDIA_TEXT, None),
+    ("--tool-call-parser", NO_TOOL_PARSER, "tools"),
+    (
+        "'json_schema' field must be provided",
+        "A response_format of type json_schema needs the field json_schema.",
+        "response_format",
+    ),
+    (
+        "cannot be converted to integer token IDs",
+        'logit_bias takes token ids, such as {"42": 1}.',
+        "logit_bias",
+    ),
+)
+"""Part of a message of vLLM's, the message instead, and its parameter if there is always one.
+
+vLLM's own name Python's insides, or say nothing once what the client wrote is left out.
+"""
 _WORD = re.compile(r"\w+")
 
 
@@ -294,6 +322,9 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
     code = _code_for(status, raw, fields.param)
     if code == "model_not_found":
         message = MODEL_NOT_FOUND_MESSAGE
+    for part, sentence, named in _IN_OUR_WORDS:
+        if status in (400, 422) and part in raw[:READ_CHARS_MAX]:
+            return api_error("invalid_value", sentence, named or _text(fields.param))
     # For a prompt that is too long vLLM names an internal field, not one of the request's.
     param = None if code == "context_length_exceeded" else _text(fields.param)
     if code == "invalid_value":
@@ -327,7 +358,8 @@ def parameter_in(message: str) -> str | None:
 
 
 def _keep_parameter(quoted: re.Match[str]) -> str:
-    return quoted.group(1) if quoted.group(1) in PARAMETERS else quoted.group()
+    is_known = quoted.group(2) in PARAMETERS or quoted.group(2) in API_WORDS
+    return quoted.group(1) if is_known else quoted.group()
 
 
 def _code_for(status: int, message: str, param: object) -> str:

@@ -13,17 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.errors import ApiError, api_error
+from gateway.errors import MEDIA_TEXT, ApiError, api_error
 from gateway.http.large_bytes import contains
 
 _MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", "file", "file_url"})
 _MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
 """A message without any of these bytes names no media; a key may be written with escapes."""
-
-MEDIA_TEXT = (
-    "This server has text models alone: send messages of text, without images, audio, video and "
-    "files."
-)
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv6 addresses that stand for IPv4 ones (RFC 6052)."""

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.errors import ApiError, api_error
+from gateway.errors import MEDIA_TEXT, ApiError, api_error
 from gateway.http.grammar_check import check_schemas
-from gateway.http.media import MEDIA_TEXT, is_allowed
+from gateway.http.media import is_allowed
 
 TOOL_CHANGES_MAX = 128
 """Most tools that a conversation adds."""

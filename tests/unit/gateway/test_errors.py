@@ -86,6 +86,40 @@ def test_echo_of_the_value_is_left_out_and_messages_are_bounded() -> None:
     assert time.process_time() - started < 1, "what a client makes long must not cost long"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "param"),
+    [
+        ("llama is not a multimodal model", "send messages of text", None),
+        ('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+         "--tool-call-parser NAME", "tools"),
+        ('tool_choice="required" requires --tool-call-parser to be set',
+         "--tool-call-parser NAME", "tools"),
+        ("When response_format type is 'json_schema', the 'json_schema' field must be provided.",
+         "needs the field json_schema", "response_format"),
+        ("logit_bias contains key(s) that cannot be converted to integer token IDs: ['a']",
+         "takes token ids", "logit_bias"),
+        ("`prompt_logprobs` are not available when `stream=True`.",
+         "prompt_logprobs are not available when stream=True.", "prompt_logprobs"),
+        ("Tool choice 'required' must be specified with 'tools' parameter.",
+         "Tool choice required must be specified with tools parameter.", None),
+    ],
+)  # fmt: skip
+def test_what_vllm_says_is_a_sentence_for_clients(
+    theirs: str, ours: str, param: str | None
+) -> None:
+    error = shape_error(400, vllm_body(theirs, 400))
+    assert ours in error.message
+    assert "…" not in error.message
+    assert error.code == "invalid_value"
+    assert error.param == param
+
+
+def test_quoted_words_of_a_client_are_left_out() -> None:
+    for word in ("secret", "n=secret", "secret=True", "role secret"):
+        error = shape_error(400, vllm_body(f"Invalid `name` in `function`: `{word}`", 400))
+        assert "secret" not in error.message
+
+
 @pytest.mark.parametrize("letter", ["x", "\x01", "\U0001f600"])
 def test_an_error_is_short_whatever_it_is_made_of(letter: str) -> None:
     assert len(api_error("invalid_value", letter * 100_000, letter * 100_000).body()) < 8 * 1024
