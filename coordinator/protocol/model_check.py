@@ -1,7 +1,7 @@
 """Whether a cell can serve its model, decided in milliseconds from the model's files."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -74,15 +74,13 @@ def check_model(
         raise ConfigError(f"model.engine_args: {error}") from error
     try:
         files = _find(config, options, environment, fetch)
-        sentences = [*_missing(files, options, weights=weights)]
+        # First what no file mends: nobody should fetch the weights of a model that is not served.
+        sentences = [*_reasons(config, files, options)]
+        sentences += _missing(files, options, weights=weights)
         size = _loaded_bytes(files, options) if memory is not None else 0
     except ModelFilesError as error:
         raise ConfigError(str(error)) from error
     if not sentences and files.config is not None:
-        cell = config.cell
-        holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
-        reasons = refusals(files.config, options, cell.device, cell.widths, holding)
-        sentences = [f"{config.model.path}: {reason}" for reason in reasons]
         if is_multimodal(files.config) and find_spec("torchvision") is None:
             sentences.append(f"{config.model.path}: {NEEDS_TORCHVISION}")
         sentences += _too_many_whole(config, files.config)
@@ -162,6 +160,16 @@ def _find(
     if last_value(options, "--config-format") in (None, "auto", "hf"):
         return files
     return ModelFiles(files.name, None, None, is_complete=False)
+
+
+def _reasons(config: Config, files: ModelFiles, options: Sequence[GivenOption]) -> Iterator[str]:
+    """Yield what config.json alone shows that ranks cannot serve."""
+    if files.config is None:
+        return
+    cell = config.cell
+    holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
+    for reason in refusals(files.config, options, cell.device, cell.widths, holding):
+        yield f"{config.model.path}: {reason}"
 
 
 def _missing(files: ModelFiles, options: Sequence[GivenOption], *, weights: bool) -> list[str]:

@@ -34,7 +34,8 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tekken.json", "tiktoken.model"),
 )
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+GGUF, GGUF_INSTEAD = ".gguf", "vLLM does not load GGUF: use the model's safetensors form"
 NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt")
 """Files that end like weights and hold none."""
 POINTER = b"version https://git-lfs"
@@ -103,8 +104,8 @@ def find_model(
     if folder.is_dir():
         return ModelFiles(name, _read_json(folder / CONFIG), folder, is_complete=True)
     if folder.is_file():
-        if folder.suffix == ".gguf":
-            return ModelFiles(name, None, None, is_complete=False)
+        if folder.suffix == GGUF:
+            raise ModelFilesError(f"{name} is a GGUF file: {GGUF_INSTEAD}, and name its folder.")
         raise ModelFilesError(f"{name} is a file: name the folder of a model.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelFilesError(f"{name} is no folder: check the path.")
@@ -269,6 +270,8 @@ def _missing_weights(folder: Path, load_format: str) -> Iterator[str]:
             f"{folder} lacks {len(absent)} of the {len(paths)} files of weights that "
             f"{_index_name(folder, load_format)} names, such as {absent[0]}: download them."
         )
+    elif not paths and any(folder.glob(f"*{GGUF}")):
+        yield f"{folder} has weights in a GGUF file alone: {GGUF_INSTEAD}."
     elif not paths:
         yield f"{folder} has no weights, such as model.safetensors: download them."
     for path in paths:

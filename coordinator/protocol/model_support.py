@@ -41,6 +41,14 @@ _RECURRENT = ("mamba_", "ssm_", "linear_attn_", "linear_num_", "lightning_", "st
 """How the fields of config.json begin that describe layers with a recurrent state."""
 
 
+_GENERATING = (
+    *("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "LMModel"),
+    *("AudioModel", "OmniModel", "UltravoxModel"),
+)
+_POOLING = ("Model", "Encoding", "Classification", "RewardModeling", "MaskedLM", "Ranking")
+"""How the names of vLLM's classes end."""
+
+
 def refusal(what: str, instead: str) -> str:
     """Return the sentence about something that cannot be served."""
     return f"{what} cannot be served yet: {instead}."
@@ -165,6 +173,9 @@ def refusals(
     """
     config = {**config, **overrides_of(options)}
     yield from option_refusals(options)
+    names = architectures(config)
+    if names and is_pooling(names[0]) and last_value(options, "--runner") in (None, "auto"):
+        yield POOLING
     if is_multimodal(config) and not is_on(options, TEXT_ONLY):
         yield MULTIMODAL
     yield from _layer_refusals(config, widths)
@@ -231,6 +242,14 @@ def _layer_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterato
         yield CHUNKED_ATTENTION
     elif _has_alibi(config) and max(widths, default=1) > 1:
         yield ALIBI
+
+
+def is_pooling(architecture: str) -> bool:
+    """Return whether vLLM's class of this name makes vectors or scores, not text.
+
+    vLLM decides by the same endings where `--runner` is auto; a test compares all its classes.
+    """
+    return architecture.endswith(_POOLING) and not architecture.endswith(_GENERATING)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

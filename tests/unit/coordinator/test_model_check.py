@@ -122,6 +122,21 @@ def test_a_missing_file(model: Path, name: str, sentence: str) -> None:
         check(model, "--load-format", "dummy")
 
 
+def test_a_family_is_refused_before_its_files_are_missing(model: Path) -> None:
+    for path in [*model.glob("tokenizer*"), model / "model.safetensors"]:
+        path.unlink()
+    change(model, architectures=["BertModel"])
+    with pytest.raises(ConfigError, match="pooling models cannot be served"):
+        check(model)
+
+
+def test_gguf_is_refused_as_a_file_and_in_a_folder(model: Path) -> None:
+    gguf = (model / "model.safetensors").rename(model / "model.Q4_K_M.gguf")
+    for name in (model, gguf):
+        with pytest.raises(ConfigError, match="vLLM does not load GGUF: use the model's safeten"):
+            check(name)
+
+
 def test_weights_that_are_not_whole(model: Path) -> None:
     file = model / "model.safetensors"
     with file.open("r+b") as weights:

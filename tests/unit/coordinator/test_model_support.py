@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from coordinator.protocol.model_support import BORROWED_SHARED_EXPERTS, Holding, refusals
+from coordinator.protocol.engine_options import GivenOption
+from coordinator.protocol.model_support import (
+    BORROWED_SHARED_EXPERTS,
+    POOLING,
+    Holding,
+    refusals,
+)
 from worker.demo import MODEL_DIR
 
 CONFIG = json.loads((MODEL_DIR / "config.json").read_text())
@@ -34,3 +40,24 @@ def test_shared_experts_are_not_borrowed(fields: dict[str, int]) -> None:
 def test_other_experts_are_borrowed() -> None:
     config = {**CONFIG, "num_experts": 4}
     assert not list(refusals(config, (), "cpu", (1, 2), Holding(2, 2, "ffn")))
+
+
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [
+        ("BertModel", True),
+        ("BertForMaskedLM", True),
+        ("XLMRobertaForSequenceClassification", True),
+        ("Qwen2ForRewardModel", True),
+        ("LlamaForCausalLM", False),
+        ("ChatGLMModel", False),
+        ("GPT2LMHeadModel", False),
+        ("Gemma3ForConditionalGeneration", False),
+        ("FooForCausalLM", False),
+    ],
+)
+def test_pooling_models_are_refused_by_their_class(name: str, pools: bool) -> None:
+    config = {**CONFIG, "architectures": [name]}
+    assert (POOLING in list(refusals(config, (), "cpu"))) is pools
+    generate = GivenOption("--runner", ("generate",), ("--runner", "generate"))
+    assert POOLING not in list(refusals(config, (generate,), "cpu"))
