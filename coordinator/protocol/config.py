@@ -18,7 +18,7 @@ from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.gateway_config import REDIS_SCHEMES, GatewayConfig
 from coordinator.protocol.log_config import LogConfig, UsageConfig
 from coordinator.protocol.mistakes import MistakesError, run_checks, sentences_of
-from coordinator.protocol.policy_config import PolicyConfig, SloConfig
+from coordinator.protocol.policy_config import PolicyConfig, SloConfig, TierSections
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
 from coordinator.protocol.settings_file import read_settings
 from coordinator.protocol.tls_config import CellTlsConfig, check_pair
@@ -114,13 +114,13 @@ class CellConfig(_Frozen):
 class TierLimits(_Frozen):
     """How much of a tier may wait for its first placement."""
 
-    queue_tasks_max: int = Field(ge=1)
+    queue_tasks_max: int = Field(default=2_048, ge=1)
     """Most waiting tasks of the tier; the coordinator refuses one more with 429."""
-    wait_ms: int = Field(ge=1)
+    wait_ms: int = Field(default=120_000, ge=1)
     """Longest wait of a task; then it is refused with 429, or with 503 if no group serves."""
 
 
-class TiersConfig(_Frozen):
+class TiersConfig(TierSections):
     """The bounds of each tier's queue."""
 
     interactive: TierLimits = TierLimits(queue_tasks_max=64, wait_ms=10_000)

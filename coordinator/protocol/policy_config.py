@@ -1,6 +1,7 @@
 """Configuration of objectives and policy: goals of the tiers, and how soon layouts may change."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -9,6 +10,34 @@ TIERS = ("interactive", "standard", "batch")
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TierSections(_Frozen):
+    """Settings that have a section for each tier, whose defaults differ."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        """Give the settings that a tier's section leaves out the defaults of that tier."""
+        if not isinstance(data, Mapping):
+            return data
+        return {**data, **_filled(data, {tier: cls.model_fields[tier].default for tier in TIERS})}
+
+
+def _filled(data: Mapping[Any, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tiers' sections of the data with defaults for what they leave out.
+
+    A default is a model or a mapping; an explicit null stays.
+    """
+    plain = {
+        tier: default.model_dump() if isinstance(default, BaseModel) else default
+        for tier, default in defaults.items()
+    }
+    return {
+        tier: {**default, **data[tier]}
+        for tier, default in plain.items()
+        if isinstance(data.get(tier), Mapping) and isinstance(default, Mapping)
+    }
 
 
 class SloTarget(_Frozen):
@@ -21,7 +50,7 @@ class SloTarget(_Frozen):
 
 
 class SizedSlo(_Frozen):
-    """The objectives of large models; tiers that it leaves out keep those of `slo`."""
+    """The objectives of large models; what it leaves out is as in `slo`."""
 
     billions_min: float = Field(gt=0)
     """It applies to models of at least this many billion weights."""
@@ -30,7 +59,7 @@ class SizedSlo(_Frozen):
     batch: SloTarget | None = None
 
 
-class SloConfig(_Frozen):
+class SloConfig(TierSections):
     """The objectives of all tiers, for metrics and for the adaptive policy."""
 
     interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=30)
@@ -39,6 +68,20 @@ class SloConfig(_Frozen):
     sizes: tuple[SizedSlo, ...] = ()
     """Other objectives by the model's size, so that cells of several models share one file; of
     those that apply, the one with the largest `billions_min` counts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sizes(cls, data: Any) -> Any:
+        """Give the goals that a size leaves out those of its tier."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("sizes"), list | tuple):
+            return data
+        tiers = {tier: cls.model_fields[tier].default for tier in TIERS}
+        tiers |= {tier: data[tier] for tier in TIERS if tier in data} | _filled(data, tiers)
+        sizes = [
+            {**each, **_filled(each, tiers)} if isinstance(each, Mapping) else each
+            for each in data["sizes"]
+        ]
+        return {**data, "sizes": sizes}
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -67,7 +110,7 @@ class TierConfig(_Frozen):
     """Narrowest group for the tier's requests; needs a layout that has one."""
 
 
-class PolicyConfig(_Frozen):
+class PolicyConfig(TierSections):
     """Who chooses the layout. With `fixed` only an operator does."""
 
     name: Literal["fixed", "adaptive"] = "fixed"

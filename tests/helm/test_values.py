@@ -44,7 +44,7 @@ MISTAKES: dict[str, Any] = {
     "config.cell.rank": 8,
     "config.cell.ranks": 65,
     "config.cell.device": "tpu",
-    "config.coordinator.tiers.interactive": {"queue_tasks_max": 5},
+    "config.coordinator.tiers.interactive": {"queue_tasks_max": 0},
     "config.policy.name": "clever",
     "config.slo.standard.ttft_ms": 0,
     "config.gateway.body_bytes_max": "8Mi",

@@ -56,7 +56,7 @@ def test_settings_are_compared_by_name() -> None:
     )
     change = change_between(config(), new)
     assert set(change.reloadable) == {
-        *("slo.standard.ttft_ms", "slo.standard.tpot_ms", "policy.batch.weight", "log.level"),
+        *("slo.standard.ttft_ms", "policy.batch.weight", "log.level"),
         *("coordinator.tiers.batch.queue_tasks_max", "coordinator.tiers.batch.wait_ms"),
     }
     assert set(change.others) == {
@@ -91,7 +91,7 @@ def test_a_changed_file_is_read_once(file: ConfigFile, path: Path) -> None:
     assert file.poll(forced=True) == new
     [line] = lines
     assert (line["event"], line["process"]) == ("config_read", "coordinator")
-    assert line["changed"] == ["slo.standard.ttft_ms", "slo.standard.tpot_ms"]
+    assert line["changed"] == ["slo.standard.ttft_ms"]
 
 
 @pytest.mark.parametrize(
