@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -10,13 +11,14 @@ import yaml
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.protocol.config import ENTANGLED, Config
 from coordinator.protocol.config_schema import config_schema
+from coordinator.protocol.model_check import checked_options
 from coordinator.protocol.secret_text import without_secrets
 from coordinator.protocol.settings_file import Fault, Reading, read_settings
 
 
 def run_config_check(options: argparse.Namespace) -> int:
     """Print every fault of a file with its line; the status is 2 if there is one."""
-    reading = _read(options.file)
+    reading = _read(options.file, checked_options)
     if options.json:
         faults = [{"line": each.line, "message": each.sentence} for each in reading.faults]
         print(json.dumps({"file": str(options.file), "faults": faults}, indent=2))
@@ -47,9 +49,9 @@ def run_config_schema(_: argparse.Namespace) -> int:
     return 0
 
 
-def _read(file: Path) -> Reading[Config]:
+def _read(file: Path, last: Callable[[Config], object] | None = None) -> Reading[Config]:
     try:
-        return read_settings(file, Config, ENTANGLED)
+        return read_settings(file, Config, ENTANGLED, last)
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}.", USAGE_STATUS) from error
 

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -20,6 +21,7 @@ _INSTEAD = {
     "dict_type": "must have settings below it",
     "model_type": "must have settings below it",
     "string_type": "must be text",
+    "unquoted": "must be text: put it in quotes",
     "missing": "is missing",
 }
 """pydantic's type of an error -> words that need no knowledge of Python."""
@@ -74,8 +76,10 @@ def mistakes_of(error: ValidationError, model: type[BaseModel] | None = None) ->
     """Return the mistakes in the order of the model; see `sentences_of`."""
     found: dict[tuple[Place, str], list[str]] = {}
     mistakes: list[Mistake] = []
-    for each in error.errors(include_url=False, include_input=False):
+    for each in error.errors(include_url=False):
         place = _place_in(model, each["loc"])
+        if each["type"] == "string_type" and isinstance(each["input"], int | float | date):
+            each["type"] = "unquoted"
         cause = each.get("ctx", {}).get("error")
         if isinstance(cause, MistakesError):
             mistakes += [Mistake(place, sentence) for sentence in cause.sentences]

@@ -62,16 +62,7 @@ def check_model(
 
     A gateway needs no `weights`. The check skips files that vLLM has yet to download.
     """
-    try:
-        options, others = read_options(config.model.engine_args)
-        for option in options:
-            if option.name in NOT_OFFERED:
-                raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
-        if others:
-            raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
-        check_ranges(options)
-    except OptionError as error:
-        raise ConfigError(f"model.engine_args: {error}") from error
+    options = checked_options(config)
     try:
         files = _find(config, options, environment, fetch)
         # First what no file mends: nobody should fetch the weights of a model that is not served.
@@ -90,6 +81,21 @@ def check_model(
     if sentences:
         raise ConfigError(sentences[0])
     return files
+
+
+def checked_options(config: Config) -> list[GivenOption]:
+    """Return vLLM's options; raises `ConfigError` for one that vLLM or this server refuses."""
+    try:
+        options, others = read_options(config.model.engine_args)
+        for option in options:
+            if option.name in NOT_OFFERED:
+                raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
+        if others:
+            raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
+        check_ranges(options)
+    except OptionError as error:
+        raise ConfigError(f"model.engine_args: {error}") from error
+    return options
 
 
 NEEDS_TORCHVISION = (

@@ -5,7 +5,7 @@ where all of them are valid. So what is faulty is left out and the rest is check
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,19 +52,26 @@ class Reading(Generic[Model]):
 
 
 def read_settings(
-    path: Path, model: type[Model], entangled: frozenset[str] = frozenset()
+    path: Path,
+    model: type[Model],
+    entangled: frozenset[str] = frozenset(),
+    last: Callable[[Model], object] | None = None,
 ) -> Reading[Model]:
     """Read and check a file; raises OSError. See `check_text`."""
-    return check_text(path.read_bytes(), model, entangled)
+    return check_text(path.read_bytes(), model, entangled, last)
 
 
 def check_text(
-    text: bytes | str, model: type[Model], entangled: frozenset[str] = frozenset()
+    text: bytes | str,
+    model: type[Model],
+    entangled: frozenset[str] = frozenset(),
+    last: Callable[[Model], object] | None = None,
 ) -> Reading[Model]:
-    """Check the text of a file; no fault quotes a value of it.
+    """Check the text of a file; the faults of the model's own checks quote no value of it.
 
     Settings of an `entangled` section depend on each other beyond what sentences name, so after a
-    fault in it, no contradiction within it is reported.
+    fault in it, no contradiction within it is reported. Where all is valid, `last` may raise a
+    ValueError about more than the model knows.
     """
     loader = yaml.SafeLoader("")
     try:
@@ -77,6 +84,11 @@ def check_text(
         return Reading(None, (Fault(0, NO_SETTINGS),), is_empty=data is None or data == {})
     lines = _Lines(root)
     value, mistakes = _check(data, model, entangled)
+    if value is not None and last is not None:
+        try:
+            last(value)
+        except ValueError as error:
+            mistakes = [Mistake((), str(error))]
     faults = [*_twice(root), *(Fault(lines.of(each), each.sentence) for each in mistakes)]
     faults.sort(key=lambda fault: fault.line)
     return Reading(None if faults else value, tuple(faults))

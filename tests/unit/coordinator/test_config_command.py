@@ -13,6 +13,7 @@ from coordinator.cli import main
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.launch import Machine, build_config
 from coordinator.protocol.config import Config, ConfigError, check_config, dump_config, load_config
+from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.secret_text import SecretText, resolve
 
 PYDANTIC = ("Value error", "Extra inputs", "Input should", "Field required", "validation", "unable")
@@ -147,6 +148,48 @@ def test_a_fault_has_its_line(
     found = faults_of(file, text, capsys)
     assert list(found) == [line]
     assert sentence in found[line][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[--max-modl-len, '5']", "no option --max-modl-len; did you mean --max-model-len?"),
+        ("[--seed, a]", "--seed takes a whole number, not 'a'."),
+        ("[--uds, x]", "--uds is not offered"),
+        ("[--gpu-memory-utilization, '5']", "use a number above 0"),
+        ("[--max-model-len, 4096]", "engine_args.1 must be text: put it in quotes."),
+    ],
+)
+def test_check_finds_what_vllm_refuses(
+    file: Path, text: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"model:\n  path: x\n  engine_args: {text}\n")
+    assert main(["config", "check", str(file)]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"{file}:3: model.engine_args")
+    assert sentence in found
+
+
+def test_a_section_of_a_tier_keeps_the_defaults_that_it_does_not_name() -> None:
+    whole = check_config({"model": {"path": "x"}})
+    sizes = [{"billions_min": 40, "interactive": {"tpot_ms": 40}}]
+    given = {
+        "model": {"path": "x"},
+        "slo": {"interactive": {"ttft_ms": 400}, "standard": {"tpot_ms": None}, "sizes": sizes},
+        "policy": {"interactive": {"width_min": 2}, "batch": {"width_min": 1}},
+        "coordinator": {"tiers": {"interactive": {"wait_ms": 5}}},
+    }
+    found = check_config(given)
+    assert found.slo.interactive == SloTarget(ttft_ms=400, tpot_ms=30)
+    assert found.slo.standard == SloTarget(ttft_ms=2_000), "null is no objective"
+    assert found.slo.of_size(50).interactive == SloTarget(ttft_ms=400, tpot_ms=40)
+    assert found.policy.interactive.weight == whole.policy.interactive.weight == 2
+    assert found.policy.batch == whole.policy.batch
+    tiers = found.coordinator.tiers
+    assert tiers.interactive.wait_ms == 5
+    assert tiers.interactive.queue_tasks_max == whole.coordinator.tiers.interactive.queue_tasks_max
+    assert tiers.batch == whole.coordinator.tiers.batch
+    assert check_config(yaml.safe_load(dump_config(found))) == found
 
 
 def test_a_right_file_is_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
