@@ -247,8 +247,9 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
 async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
     out = context.core.views.modes_out
     if mode not in out:
-        names = f"use one of {', '.join(sorted(out))}" if out else "every mode serves"
-        text = f"'{mode[:40]}' is not out of service: {names}."
+        text = "There is nothing to put back: every mode serves."
+        if out:
+            text = f"'{mode[:40]}' is not out of service: use one of {', '.join(sorted(out))}."
         raise AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(ReinstateMode(mode))
     return context.core.views.layout()

@@ -144,7 +144,9 @@ def run_renew(options: argparse.Namespace) -> int:
         return _print_json(answer)
     if options.ranks:
         names = ", ".join(map(str, sorted(options.ranks)))
-        print(f"Ranks {names} restart together while the others serve.")
+        what = "Ranks" if len(options.ranks) > 1 else "Rank"
+        how = "restart together" if len(options.ranks) > 1 else "restarts"
+        print(f"{what} {names} {how} while the others serve.")
         return 0
     print("All ranks restart, and requests wait until they serve: see `aileron status`.")
     return 0

@@ -32,6 +32,9 @@ def run_usage(options: argparse.Namespace) -> int:
     rows = [[_short(str(row[field])) for _, field in COLUMNS] for row in answer["usage"]]
     if rows:
         print(format_table([header for header, _ in COLUMNS], rows))
+    else:
+        whose = f" of tenant {options.tenant}" if options.tenant is not None else ""
+        print(f"no request{whose} has ended")
     print(f"counted since {_short(answer['since'])} (UTC), when the coordinator started")
     return 0
 

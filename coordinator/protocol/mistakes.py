@@ -9,8 +9,10 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-SIMILAR_MIN = 0.6
+SIMILAR_MIN, SIMILAR_SHORT_MIN = 0.6, 0.7
 """How similar two names must be for one to be proposed for the other, from 0 to 1."""
+SHORT_CHARS_MAX = 4
+"""Of names this short, the second bound holds: gpu is not cpu."""
 
 Place = tuple[int | str, ...]
 """The names and numbers that lead to a setting."""
@@ -59,8 +61,9 @@ def run_checks(*checks: Callable[[], object]) -> None:
 def proposal(name: str, names: Iterable[str], prefix: str = "") -> str:
     """Return the end of a sentence about an unknown name, with the most similar known one."""
     # Dashes make any two options alike.
-    plain = {each.strip("-").lower(): each for each in names}
-    found = difflib.get_close_matches(name.strip("-").lower(), plain, n=1, cutoff=SIMILAR_MIN)
+    plain, word = {each.strip("-").lower(): each for each in names}, name.strip("-").lower()
+    cutoff = SIMILAR_SHORT_MIN if len(word) <= SHORT_CHARS_MAX else SIMILAR_MIN
+    found = difflib.get_close_matches(word, plain, n=1, cutoff=cutoff)
     return f"; did you mean {prefix}{plain[found[0]]}?" if found else "."
 
 

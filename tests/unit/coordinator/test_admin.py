@@ -289,6 +289,13 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         assert "name one rank, those of one group, such as 0 1, or none" in str(error_of(answer))
 
 
+async def test_nothing_is_put_back_where_every_mode_serves(cell: Cell) -> None:
+    answer = await cell.http.post("/admin/put-back", json={"mode": "no-mode"})
+    assert answer.status_code == 400
+    message = error_of(answer)["message"]
+    assert message == "There is nothing to put back: every mode serves."
+
+
 async def test_usage_is_by_tenant_and_tier(cell: Cell) -> None:
     for tenant, count in (("acme", 3), ("other-one", 2)):
         cell.context.usage.add(TENANT_OUTPUT_TOKENS, (tenant, "batch"), count, time.time())
