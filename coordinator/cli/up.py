@@ -40,6 +40,7 @@ from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError, certificate_of
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, shared_token
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.engine_options import OptionError
 from coordinator.protocol.file_stamp import stamp_of
 from coordinator.protocol.folders import (
     require_folder,
@@ -49,9 +50,15 @@ from coordinator.protocol.folders import (
 )
 from coordinator.protocol.host_memory import free_memory_bytes
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys, warning_of
-from coordinator.protocol.model_check import Memory, check_model, require_reachable
+from coordinator.protocol.model_check import (
+    Memory,
+    check_model,
+    checked_options,
+    require_reachable,
+)
 from coordinator.protocol.model_files import ModelFiles
 from coordinator.protocol.nccl import check_nccl
+from coordinator.protocol.option_values import check_paths
 from coordinator.protocol.request_line import is_request_line
 from coordinator.protocol.sized_goals import with_sized_goals
 
@@ -202,9 +209,10 @@ def check_files(config: Config) -> CheckedFiles:
         certificate_of("admin", config.admin.tls_cert_file, config.admin.tls_key_file)
         cell_tls_of(config.cell_tls)
         check_nccl(config)
+        check_paths(checked_options(config))
         files = check_model(config, memory=memory)
         only_cached = require_reachable(config, files)
-    except (ConfigError, CertificateError) as error:
+    except (ConfigError, CertificateError, OptionError) as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
     return CheckedFiles(files, only_cached)
 

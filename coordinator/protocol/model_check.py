@@ -30,6 +30,7 @@ from coordinator.protocol.model_files import (
 from coordinator.protocol.model_length import length_refusal
 from coordinator.protocol.model_size import model_size
 from coordinator.protocol.model_support import Holding, is_multimodal, overrides_of, refusals
+from coordinator.protocol.option_values import check_values
 
 GIB = 2**30
 UTILIZATION = 0.92
@@ -93,6 +94,7 @@ def checked_options(config: Config) -> list[GivenOption]:
         if others:
             raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
         check_ranges(options)
+        check_values(options)
     except OptionError as error:
         raise ConfigError(f"model.engine_args: {error}") from error
     return options
