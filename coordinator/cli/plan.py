@@ -296,6 +296,18 @@ def _cell_json(cell: CellPlan) -> dict[str, Any]:
     }
 
 
+def _narrow_groups(plan: ModelPlan) -> Iterator[str]:
+    """Yield why no group has all ranks, if so."""
+    widest = max(cell.division.widths[-1] for cell in plan.cells)
+    of_ranks = plan.ranks & -plan.ranks  # The largest power of two that divides the ranks.
+    if widest < of_ranks:
+        why = "a wider one does not divide the model's heads, layers' sizes or experts"
+    else:
+        why = f"widths are powers of two that divide {plan.ranks}"
+    if widest < plan.ranks:
+        yield f"No group is wider than {widest}: {why}."
+
+
 def _lines(plan: ModelPlan) -> Iterator[str]:
     facts, size = plan.facts, plan.facts.size
     many = "s" if plan.ranks > 1 else ""
@@ -310,6 +322,7 @@ def _lines(plan: ModelPlan) -> Iterator[str]:
         f"{facts.length:,} tokens, {facts.limits.tokens:,} tokens and {facts.limits.tasks:,} tasks "
         "a step"
     )
+    yield from _narrow_groups(plan)
     yield ""
     is_cuda = plan.device.kind == "cuda"
     needs = ("activations", "graphs", "communicators", "workspace") if is_cuda else ()

@@ -63,6 +63,33 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["4"], ""),
+        (["3"], "No group is wider than 1: widths are powers of two that divide 3.\n"),
+        (["6"], "No group is wider than 2: widths are powers of two that divide 6.\n"),
+    ],
+)
+def test_the_table_says_why_groups_are_narrow(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", QWEN, "--memory", "140", "--gpus", *words]) == 0
+    shown = capsys.readouterr().out
+    assert sentence in shown
+    assert bool(sentence) == ("No group is wider" in shown)
+
+
+def test_the_table_says_which_width_the_heads_allow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 128}
+    stored = {**CONFIGS[QWEN], **heads}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert main(["plan", str(tmp_path), "--memory", "140", "--gpus", "4"]) == 0
+    assert "No group is wider than 2: a wider one does not divide" in capsys.readouterr().out
+
+
 def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, QWEN, "--gpus", "2", "--memory", "80")
     assert found["kv_bytes_per_token"] == 2 * 64 * 8 * 128 * 2
