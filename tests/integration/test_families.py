@@ -34,7 +34,11 @@ OFTEN = (
 )
 """Those of which no two are made of the same layers; the others are tested by `make test-long`."""
 CROSSING_TOKENS = 700
+"""As many as no stream has before it has crossed all layouts; nobody waits for the last of them."""
 CROSSED = ("tp2", "sp2", "dp2")
+TOKENS_OF_EACH = 5
+"""As many come in a layout before the switch to the next one, and more in the last."""
+TOKENS_OF_THE_LAST = 50
 
 
 def cases() -> list[Any]:
@@ -61,29 +65,40 @@ async def test_family(family: Family, tmp_path: Path) -> None:
             streams, scores = await answers(cell, layout, expected.prompts, expected.text)
             expected.check(streams, scores, FP32_TOLERANCE, f"{family.name}, {layout}")
         cell.switch("dp2")
-        calm = await crossed(cell, "calm", expected.prompts[-1], ())
-        moved = await crossed(cell, "moved", expected.prompts[-1], CROSSED)
+        moved = await crossed(cell, "moved", expected.prompts[-1], CROSSED, CROSSING_TOKENS)
+        calm = await crossed(cell, "calm", expected.prompts[-1], (), len(moved.tokens))
+    assert len(moved.tokens) >= len(CROSSED) * TOKENS_OF_EACH + TOKENS_OF_THE_LAST
     assert moved.tokens == calm.tokens
     difference = np.abs(np.subtract(moved.logprobs, calm.logprobs)).max()
     print(f"{family.name}: a stream across {CROSSED} differs by {difference:.2e}")
     assert difference < FP32_TOLERANCE
 
 
-async def crossed(cell: BareCell, name: str, prompt: list[int], layouts: tuple[str, ...]) -> Stream:
-    """A long stream, with switches while its tokens come."""
+async def crossed(
+    cell: BareCell, name: str, prompt: list[int], layouts: tuple[str, ...], tokens: int
+) -> Stream:
+    """A stream of so many tokens, with switches while they come; its client leaves after them."""
     client = TaskClient()
     async with client.connected(cell):
-        stream = client.submit(
-            name, prompt, max_tokens=CROSSING_TOKENS, logprobs=1, ignore_eos=True
-        )
+        stream = client.submit(name, prompt, max_tokens=tokens, logprobs=1, ignore_eos=True)
         for layout in layouts:
-            before = len(stream.tokens)
-            while len(stream.tokens) < before + 5 and not stream.finished:
-                await asyncio.sleep(0.002)
+            await more_tokens(stream, TOKENS_OF_EACH)
             assert not stream.finished, f"it has ended before the switch to {layout}"
             await asyncio.to_thread(cell.switch, layout)
-        await client.finish(name)
+        if layouts:
+            await more_tokens(stream, TOKENS_OF_THE_LAST)
+            client.cancel(name)
+        else:
+            await client.finish(name)
+    assert stream.failure is None, stream.failure
     return stream
+
+
+async def more_tokens(stream: Stream, count: int) -> None:
+    """Wait until so many more have come, or the stream has ended."""
+    wanted = len(stream.tokens) + count
+    while len(stream.tokens) < wanted and not stream.finished:
+        await asyncio.sleep(0.002)
 
 
 def test_the_suite_draws_on_known_families() -> None:
