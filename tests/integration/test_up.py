@@ -1,4 +1,8 @@
-"""`aileron up` with the demo model on the CPU: from the first line to the last process gone."""
+"""`aileron up` with the demo model on the CPU: from the first line to the last process gone.
+
+They import all by themselves, but for the one that is started as `vllm serve` is: a process that
+has imported forks its own (`tests.harness.cells.warm`).
+"""
 
 import json
 import os
@@ -18,6 +22,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.harness.cells.warm import is_wanted, start_module
 from worker.demo import MODEL_DIR
 
 START_LIMIT_S = 240
@@ -38,17 +43,21 @@ class Up:
         *arguments: str,
         command: str = "up",
         environment: Mapping[str, str] = MappingProxyType({}),
+        warm: bool = False,
     ) -> None:
         own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"), str(runtime))
         self._env = {**os.environ, **own, **environment}
         self.runtime = runtime
         self._log = runtime / "up.log"
+        warm = warm and is_wanted()
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*self._cli, command, "--port", "0", "--admin-port", "0", *arguments],
+            self.process = start_module(
+                "product" if warm else None,
+                "tests.harness.cells.warm_up" if warm else "coordinator.cli",
+                [command, "--port", "0", "--admin-port", "0", *arguments],
+                env=self._env,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._env,
             )
 
     @property
@@ -281,7 +290,7 @@ def test_serve_as_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
         *("--tensor-parallel-size", "2", "--max_model_len", "256"),
     )
     folder = tmp_path_factory.mktemp("s")  # Sockets have short paths.
-    with up(folder, *words, command="serve") as running:
+    with up(folder, *words, command="serve", warm=True) as running:
         url = base_url(running)
         assert running.json("status")["layout"] == "tp2"
         with openai.OpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:

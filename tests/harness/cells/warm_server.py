@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -109,6 +110,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> str:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # An import may have looked for it in the environment as it was.
     if request["dies_with_parent"]:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     module: str = request["module"]
