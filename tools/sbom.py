@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {"cpu": "cpu.lock", "cuda": "gpu.lock"}
 """Target of the Dockerfile -> its lock file."""
+SCHEMA = "1.6"
+"""Version of CycloneDX's schema, which each bill is validated with."""
 FOLDER = ROOT / "build" / "sbom"
 
 
@@ -45,6 +47,7 @@ def write(folder: Path) -> list[Path]:
                 *(sys.executable, "-W", "ignore::UserWarning", "-m", "cyclonedx_py"),
                 *("requirements", "-", "--pyproject", str(ROOT / "pyproject.toml")),
                 *("--mc-type", "application", "--output-reproducible", "--output-format", "JSON"),
+                *("--spec-version", SCHEMA, "--validate"),
                 *("--output-file", str(bill)),
             ],
             input="\n".join(product_lines(lock)),

@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.harness.cells.servers import ROOT
-from tools.sbom import LOCKS, product_lines, write
+from tools.sbom import LOCKS, SCHEMA, product_lines, write
 from tools.unused_code import unused
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,8 +26,9 @@ def bills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("target", LOCKS)
 def test_a_bill_lists_each_package_of_the_image(bills: dict[str, Path], target: str) -> None:
+    """`write` has the tool compare each bill with the schema of CycloneDX, or fails."""
     bill = json.loads(bills[target].read_text())
-    assert bill["bomFormat"] == "CycloneDX"
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", SCHEMA)
     assert bill["metadata"]["component"]["name"] == "aileron-serving"
     lines = product_lines(LOCKS[target])
     listed = {name_of(each["name"]): each for each in bill["components"]}
@@ -40,7 +39,6 @@ def test_a_bill_lists_each_package_of_the_image(bills: dict[str, Path], target: 
         assert f"=={part['version']}" in line
         hashes = {each["content"] for ref in part["externalReferences"] for each in ref["hashes"]}
         assert hashes == set(re.findall(r"--hash=sha256:(\S+)", line))
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(bills[target].read_text()) is None
 
 
 def test_tools_are_in_no_bill() -> None:
