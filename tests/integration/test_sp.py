@@ -20,6 +20,8 @@ from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
+LAST_CASE, LAST_CASE_LONG = 30, 60
+"""Seeds of the random requests, of each day and of the long run: all of either, from 1."""
 IN_PARTS: dict[str, Any] = {**MIXED, "exchange_parts": [1, 4]}
 WHAT_IS_GIVEN: dict[tuple[str, int], dict[str, Any]] = {
     ("demo", 2): {},
@@ -69,9 +71,10 @@ def test_more_steps(name: str, ranks: int, runs: tuple[str, ...], tmp_path: Path
     check_runs(tmp_path, name, model, ranks=ranks, runs=runs, **given)
 
 
-def test_all_sampling_features_and_prefix_hits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [LAST_CASE, pytest.param(LAST_CASE_LONG, marks=pytest.mark.long)])
+def test_all_sampling_features_and_prefix_hits(last: int, tmp_path: Path) -> None:
     """The same tokens and log-probabilities in any mix, also on KV that another mode has cached."""
-    cases = [draw_case(seed) for seed in range(1, 61)]
+    cases = [draw_case(seed) for seed in range(1, last + 1)]
     assert any("regex" in case.params for case in cases)
     assert any("repetition_penalty" in case.params for case in cases)
     spec = {
