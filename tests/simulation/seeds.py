@@ -1,6 +1,6 @@
 """Which seeds run beside the fixed ones: those that found something, and the day's of a long range.
 
-`make chaos` runs the long ranges, `make test` the share of a day: seven days in a row are all of
+`make chaos` runs the long ranges, `make test` the share of a day: 14 days in a row are all of
 them. `AILERON_SEED_DAY=2026-11-26 make test` runs the share of another day.
 """
 
@@ -10,7 +10,7 @@ from datetime import UTC, date, datetime
 
 from tests.simulation.sweep import NARROW, Kind, replay_of
 
-DAYS = 7
+DAYS = 14
 DAY_VARIABLE = "AILERON_SEED_DAY"
 
 WIDE, PARTS, BORROW = Kind(wide=True), Kind(parts=True), Kind(parts=True, borrow=True)
@@ -30,7 +30,7 @@ LONG = {
     "parts": Long(PARTS, range(50, 176)),
     "borrow": Long(BORROW, range(25, 109)),
 }
-"""A seventh of each: 120 at 0.15 s, 8, 18 and 12 at 0.2 s of a core are some 26 s."""
+"""The share of a day: 60 at 0.15 s, 4, 9 and 6 at 0.2 s of a core are some 13 s."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ FOUND = (
 
 
 def share_of(seeds: range, day: date) -> range:
-    """The seeds of a day; any seven days in a row have all of them, and each of them once."""
+    """The seeds of a day; any 14 days in a row have all of them, and each of them once."""
     number = day.toordinal() % DAYS
     return seeds[len(seeds) * number // DAYS : len(seeds) * (number + 1) // DAYS]
 

@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -29,34 +30,39 @@ MEDDLES = (None, 0.1, 0.3)
 """Enough to find bugs that need two things to go wrong while KV moves."""
 
 FOUND_BY = {
+    "requeue loses tokens": 1,
+    "followers wait for a leader that never came": 6,
     "who had no room stays in": 14,
-    "followers join only what is wanted": 262,
-    "leaders drain groups that never served": 79,
-    "defer no command": 128,
-    "groups begin before their copies are over": 175,
+    "followers join only what is wanted": 119,
+    "leaders drain groups that never served": 2,
+    "defer no command": 184,
+    "groups begin before their copies are over": 22,
     "closed groups are formed again": 717,
-    "rounds do not wait": 2,
-    "restarts are ignored": 23,
-    "recovery forgets moves": 4,
-    "half joined groups stay": 55,
+    "rounds do not wait": 8,
+    "restarts are ignored": 25,
+    "recovery forgets moves": 5,
+    "half joined groups stay": 8,
     "accept stale attempts": 2,
-    "lease longer than patience": 10,
-    "no lease": 10,
+    "lease longer than patience": 2,
+    "no lease": 2,
     "followers do not wait for their leader's last step": 6,
     "grants not equal": 2,
-    "gateway ignores fences": 10,
+    "gateway ignores fences": 12,
     "commit although a rank failed": 36,
     "adopt without a new attempt": 30,
-    "take any commit for one's own": 15,
+    "take any commit for one's own": 2,
     "pool keeps the old leader": 8,
-    "hand nothing over": 1,
-    "copies do not wait for steps": 3,
-    "steps of lost groups count": 12,
-    "nobody hears of lost leases": 15,
-    "spoiled tasks go on": 15,
+    "hand nothing over": 2,
+    "copies do not wait for steps": 154,
+    "steps of lost groups count": 125,
+    "nobody hears of lost leases": 93,
+    "spoiled tasks go on": 2,
     "tasks go on without their last tokens": 1,
 }
-"""Seeds that found bugs which few find; they are tried first, as long as they do."""
+"""Seeds that found bugs which few find: they are tried first.
+
+A change of what worlds draw makes some of them find nothing; the end of a run names others.
+"""
 
 
 @functools.cache
@@ -117,11 +123,16 @@ def test_invariants_hold_under_faults(first: int) -> None:
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each not in RARE])
 @pytest.mark.timeout(600)
-def test_a_bug_is_found(mutation: str) -> None:
+def test_a_bug_is_found(mutation: str, record_property: Callable[[str, object], None]) -> None:
+    """By the seed that is named first; the search for another one takes minutes, and names it."""
+    named = FOUND_BY.get(mutation, 0)
     with mutated(mutation):
-        seeds = chain([FOUND_BY.get(mutation, 0)], range(SEEDS_OF_A_BUG))
+        seeds = chain([named], range(SEEDS_OF_A_BUG))
         runs = ((seed, meddle) for seed in seeds for meddle in MEDDLES)
-        assert any(failure_of(*run) for run in runs), f"no seed finds: {mutation}"
+        found = next((seed for seed, meddle in runs if failure_of(seed, meddle)), None)
+    assert found is not None, f"no seed finds: {mutation}"
+    if found != named:
+        record_property("summary", f'FOUND_BY: seed {named} finds no longer "{mutation}": {found}')
 
 
 def test_a_seed_can_be_replayed() -> None:
