@@ -72,8 +72,9 @@ _positions = itertools.count()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests, and run integration tests first and as written.
 
-    Pure tests stay in pytest-randomly's order. Integration tests share processes whose state
-    later tests build on, so theirs is that of the file.
+    Pure tests stay in pytest-randomly's order, but simulations are the first of them: a module that
+    takes minutes and comes last lets the other workers wait. Integration tests share processes
+    whose state later tests build on, so theirs is that of the file.
     """
     unwanted = [mark for mark in LONG_MARKS if mark not in config.option.markexpr]
     long = [item for item in items if any(map(item.get_closest_marker, unwanted))]
@@ -82,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if item not in set(long)]
     real = [item for item in left if "integration" in item.path.parts]
     pure = [item for item in left if "integration" not in item.path.parts]
+    pure.sort(key=lambda item: "simulation" not in item.path.parts)
     items[:] = sorted(real, key=lambda item: item.stash[POSITION]) + pure
 
 
