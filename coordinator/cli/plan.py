@@ -11,12 +11,19 @@ from comm_pool.mixed import Mixed, MixedError, read_mixed
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.tables import format_table
-from coordinator.protocol.engine_options import GivenOption, OptionError, read_options, size_value
+from coordinator.protocol.engine_options import (
+    GivenOption,
+    OptionError,
+    is_on,
+    read_options,
+    size_value,
+)
 from coordinator.protocol.kv_check import KV_BYTES, advised_bytes
 from coordinator.protocol.model_check import check_ranges
 from coordinator.protocol.model_files import ModelFiles, ModelFilesError, find_model
-from coordinator.protocol.model_length import length_refusal
+from coordinator.protocol.model_length import WINDOWLESS, length_refusal
 from coordinator.protocol.model_support import Holding, overrides_of, refusals
+from coordinator.protocol.option_values import check_values
 from coordinator.sizing.cell_plan import (
     CellPlan,
     Division,
@@ -78,7 +85,9 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
         raise CliError(files.unreachable if files.is_unreachable else _without_config(files))
     config = {**config, **overrides_of(given)}
     asked = size_value(given, "--max-model-len")
-    if (sentence := length_refusal(config, asked, os.environ)) is not None:
+    is_windowless = is_on(given, WINDOWLESS)
+    sentence = length_refusal(config, asked, os.environ, is_windowless=is_windowless)
+    if sentence is not None:
         raise CliError(f"{options.model}: {sentence}", USAGE_STATUS)
     facts = facts_of(config, given, kind, memory)
     if facts is None:
@@ -208,6 +217,7 @@ def _engine_options(options: argparse.Namespace) -> list[GivenOption]:
         if others:
             raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
         check_ranges(given)
+        check_values(given)
     except OptionError as error:
         raise CliError(str(error), USAGE_STATUS) from error
     return given

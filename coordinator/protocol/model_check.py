@@ -27,7 +27,7 @@ from coordinator.protocol.model_files import (
     missing_files,
     weight_bytes,
 )
-from coordinator.protocol.model_length import length_refusal
+from coordinator.protocol.model_length import WINDOWLESS, length_refusal
 from coordinator.protocol.model_size import model_size
 from coordinator.protocol.model_support import Holding, is_multimodal, overrides_of, refusals
 from coordinator.protocol.option_values import check_values
@@ -207,7 +207,8 @@ def _too_long(
 ) -> list[str]:
     """Return a sentence if requests may not be as long as the options say."""
     asked = size_value(options, LENGTH)
-    sentence = length_refusal({**model, **overrides_of(options)}, asked, environment)
+    config, is_windowless = {**model, **overrides_of(options)}, is_on(options, WINDOWLESS)
+    sentence = length_refusal(config, asked, environment, is_windowless=is_windowless)
     return [] if sentence is None else [sentence]
 
 

@@ -7,6 +7,7 @@ LENGTH_DEFAULT = 2_048
 """vLLM's length for models that do not say theirs, in tokens."""
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """vLLM's variable of users who want longer requests than config.json allows."""
+WINDOWLESS = "--disable-sliding-window"
 LENGTH_MAX = 2**40
 """Larger numbers stand for no limit, in tokens."""
 _LENGTHS = (
@@ -26,20 +27,41 @@ def model_length(config: Mapping[str, Any]) -> int:
 
 
 def length_refusal(
-    config: Mapping[str, Any], asked: int, environment: Mapping[str, str]
+    config: Mapping[str, Any],
+    asked: int,
+    environment: Mapping[str, str],
+    *,
+    is_windowless: bool = False,
 ) -> str | None:
     """Return the sentence about requests of `asked` tokens that vLLM refuses at start, or None.
 
-    vLLM's variable for longer requests counts here as well.
+    Without sliding windows (`is_windowless`) requests are as long as a window at most. vLLM's
+    variable for longer requests counts here as well.
     """
-    longest = max(_derived_length(config), _length(config.get("model_max_length")))
+    longest, own = _derived_length(config), _length(config.get("model_max_length"))
+    window = _window(config) if is_windowless else 0
     allows = environment.get(ALLOW_LONG, "").strip().lower() in ("1", "true")
+    is_bound = 0 < window < (longest or LENGTH_DEFAULT)
+    if is_bound and max(window, own) < asked and not allows:
+        return (
+            f"--max-model-len {asked} is more than the model's sliding window of {int(window)} "
+            f"tokens, which {WINDOWLESS} makes the longest request: leave {WINDOWLESS} out, or use "
+            f"at most --max-model-len {int(window)}."
+        )
+    longest = max(longest, own)
     if not longest or asked <= longest or allows:
         return None
     return (
         f"--max-model-len {asked} is more than the {int(longest)} tokens that the model's "
         f"config.json allows: use at most --max-model-len {int(longest)}, or leave it out."
     )
+
+
+def _window(config: Mapping[str, Any]) -> float:
+    """Return the tokens of the model's sliding window; 0 if it has none."""
+    if config.get("use_sliding_window") is False:
+        return 0
+    return _length(config.get("sliding_window"))
 
 
 def _derived_length(config: Mapping[str, Any]) -> float:

@@ -213,9 +213,27 @@ def test_the_longest_length_is_that_of_vllm(kind: str, field: str) -> None:
     assert vllm_refuses(config, longest + 1)
 
 
-def vllm_refuses(config: Any, asked: int) -> bool:
+@pytest.mark.parametrize("uses", [True, False])
+@pytest.mark.parametrize("window", [None, 128, 512])
+def test_a_window_that_is_disabled_bounds_requests_as_in_vllm(
+    window: int | None, uses: bool
+) -> None:
+    config = AutoConfig.for_model("qwen2", **{**SIZES, "max_position_embeddings": 256})
+    config.use_sliding_window, config.sliding_window = uses, window
+    stored = {**config.to_diff_dict(), "sliding_window": window, "use_sliding_window": uses}
+    for asked in (64, 128, 129, 256, 257, 600):
+        ours = length_refusal(stored, asked, {}, is_windowless=True)
+        used = window if uses else None
+        assert (ours is not None) == vllm_refuses(config, asked, used)
+        assert window == 128 or ours is None or "sliding" not in ours
+        if used == 128 < asked:
+            assert ours is not None
+            assert "leave --disable-sliding-window out" in ours
+
+
+def vllm_refuses(config: Any, asked: int, window: int | None = None) -> bool:
     try:
-        vllm_length(config, asked)
+        vllm_length(config, asked, window)
     except ValueError:
         return True
     return False
@@ -231,12 +249,13 @@ def config_of(family: Family) -> Any:
     return AutoConfig.for_model(family.kind, **fields)
 
 
-def vllm_length(config: Any, asked: int | None = None) -> int:
-    """What vLLM derives."""
+def vllm_length(config: Any, asked: int | None = None, window: int | None = None) -> int:
+    """What vLLM derives; `window` is one that the user disables."""
     from vllm.config.model import _get_and_verify_max_len
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     found = ModelArchConfigConvertorBase(config, config)
     derived = type("Derived", (), {"derived_max_model_len_and_key": None})()
     derived.derived_max_model_len_and_key = found.derive_max_model_len_and_key()
-    return int(_get_and_verify_max_len(config, derived, None, asked, False, None))
+    is_off = window is not None
+    return int(_get_and_verify_max_len(config, derived, None, asked, is_off, window))
