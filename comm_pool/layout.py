@@ -399,7 +399,8 @@ def _check_wide(token: str, width: int, first: int, widths: Collection[int]) -> 
     if width not in widths:
         supported = ", ".join(str(each) for each in sorted({1, *widths}))
         raise LayoutError(
-            f"width {width} of '{token}' is not supported; supported widths are {supported}."
+            f"width {width} of '{token}' is not supported; supported widths are {supported}: a "
+            "cell has others when it starts with other --ranks and --widths."
         )
     if first % width:
         raise LayoutError(

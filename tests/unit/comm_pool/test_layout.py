@@ -145,7 +145,10 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
         ("tp1+dp3", "use 'dp1'"),
         ("sp1+dp3", "use 'dp1'"),
         ("shift1+dp3", "use 'dp1'"),
-        ("tp8", "width 8 of 'tp8' is not supported; supported widths are 1, 2, 4"),
+        (
+            "tp8",
+            "width 8 of 'tp8' is not supported; supported widths are 1, 2, 4: .* other --ranks",
+        ),
         ("tp3+dp1", "width 3 of 'tp3' is not supported"),
         ("sp1tp4", "shares out no tokens; use 'tp4'"),
         ("sp4tp1", "splits no weights; use 'sp4'"),
