@@ -39,6 +39,8 @@ from loadgen.workload.plan import PlannedRequest, digest_of, plan_closed, plan_o
 from loadgen.workload.prompts import exchange_of
 
 DISCOVERY_TIMEOUT_S = 10.0
+REASON_CHARS_MAX = 200
+"""Longest reason of a server that is repeated."""
 SPARE_FILES = 64
 AHEAD_BYTES_MAX = 256 * 1024 * 1024
 """Most bytes of request bodies made before the run; later bodies are made when they are due."""
@@ -86,11 +88,15 @@ async def discover(session: aiohttp.ClientSession, config: RunConfig) -> Server:
     try:
         status, body = await _get_json(session, url)
     except (aiohttp.ClientError, OSError) as error:
-        reason = str(error) or "no answer in time"
+        # aiohttp's own text names a host and a library's object.
+        reason = getattr(error, "strerror", None) or str(error) or "no answer in time"
         raise UsageError(f"No server answers at {url}: {reason}.") from error
     models = _model_names(body)
     if config.model is None and not models:
-        raise UsageError(f"{url} lists no model (status {status}); name one with --model.")
+        raise UsageError(
+            f"{url} lists no model (status {status}{_reason_in(body)}); name one with --model, or "
+            "check --url and the key."
+        )
     return Server(config.model or models[0], models, await _version(session, config.url))
 
 
@@ -343,6 +349,13 @@ def _model_names(body: object) -> tuple[str, ...]:
     listed = body.get("data") if isinstance(body, dict) else None
     entries = listed if isinstance(listed, list) else []
     return tuple(str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry)
+
+
+def _reason_in(body: object) -> str:
+    """Return what an error's body says, after a colon; empty if it says nothing."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return f": {message[:REASON_CHARS_MAX]}" if isinstance(message, str) else ""
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str | None:

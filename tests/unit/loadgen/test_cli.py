@@ -2,7 +2,9 @@
 
 import json
 import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -120,6 +122,28 @@ def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["run", "--url", url, *STEADY]) == 2
     stderr = capsys.readouterr().err
     assert f"No server answers at {url}/v1/models" in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_server_without_models_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"error": {"message": "Go to the serving port."}}).encode()
+            self.send_response(404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Write no line of each request."""
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["run", "--url", url, *STEADY]) == 2
+        server.shutdown()
+    stderr = capsys.readouterr().err
+    assert "lists no model (status 404: Go to the serving port.)" in stderr
     assert stderr.count("\n") == 1
 
 
