@@ -13,7 +13,6 @@ import pytest
 
 from comm_pool import ports
 from coordinator.cli import main, operate
-from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.arguments import LOG_FORMATS, LOG_LEVELS, parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.last_run import (
@@ -293,28 +292,6 @@ def test_bad_command_lines_end_with_status_2(
     assert sentence in said
     assert said.startswith("aileron: ")
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["usage"], "no request has ended\n"),
-        (["usage", "--tenant", "acme"], "no request of tenant acme has ended\n"),
-        (["renew", "1"], "Rank 1 restarts while the others serve.\n"),
-        (["renew", "1", "0"], "Ranks 0, 1 restart together while the others serve.\n"),
-    ],
-)
-def test_answers_of_a_cell_are_sentences(
-    words: list[str],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answer = {"usage": [], "since": "2026-01-01T00:00:00+00:00"}
-    for method in ("get", "post"):
-        monkeypatch.setattr(AdminClient, method, lambda *_: answer)
-    assert main([*words, "--admin-url", "http://127.0.0.1:1"]) == 0
-    assert sentence in capsys.readouterr().out
 
 
 def test_policy_is_fixed_unless_it_is_asked_for(tmp_path: Path) -> None:
