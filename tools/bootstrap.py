@@ -245,7 +245,7 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
                 count += 1
                 _show_count(count, packages)
             elif packages and line.startswith("Installing"):
-                print("set-up       unpacking …", flush=True)
+                print("set-up       unpacking: minutes without a line, more on a busy disk …", flush=True)
         process.wait()
     if process.returncode:
         sys.stderr.writelines(tail)
