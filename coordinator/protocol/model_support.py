@@ -41,12 +41,10 @@ _RECURRENT = ("mamba_", "ssm_", "linear_attn_", "linear_num_", "lightning_", "st
 """How the fields of config.json begin that describe layers with a recurrent state."""
 
 
-_GENERATING = (
-    *("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "LMModel"),
-    *("AudioModel", "OmniModel", "UltravoxModel"),
-)
 _POOLING = ("Model", "Encoding", "Classification", "RewardModeling", "MaskedLM", "Ranking")
-"""How the names of vLLM's classes end."""
+"""How the names of vLLM's classes of vectors and scores end."""
+_GENERATING = ("LMModel", "HeadModel", "ChatModel", "AudioModel", "OmniModel", "UltravoxModel")
+"""How names end that look like those and are of classes that make text."""
 
 
 def refusal(what: str, instead: str) -> str:
