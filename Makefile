@@ -10,6 +10,10 @@ PYTEST := $(BIN)/python -m pytest
 SHORT  := -m "not gpu and not chaos and not long and not fleet"
 LANES  := -n 2 --dist loadgroup
 
+# Tests start hundreds of Python processes. Each would compile the modules that it imports again
+# where the environment forbids to keep them compiled.
+test test-long coverage: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: up demo test test-long test-fleet references coverage setup check docs sbom chaos soak sim mutants bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C

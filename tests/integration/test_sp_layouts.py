@@ -47,9 +47,9 @@ async def test_a_layout_pins_its_steps_and_shift_keeps_to_the_threshold(
     times = four_ranks.get("/admin/decisions")["step_times"][2]
     before: dict[str, int] = {}
     shares = {}
+    sp_share(four_ranks, before)
     for layout in ONE_GROUP:
-        four_ranks.switch(layout, "recompute")
-        sp_share(four_ranks, before)
+        four_ranks.switch(layout, "recompute")  # Nothing runs, so it takes no steps.
         await run(four_ranks, f"pinned-{layout}", [], tokens=60)
         steps, in_sp = sp_share(four_ranks, before)
         assert steps > 50
