@@ -70,21 +70,25 @@ _positions = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests, and run integration tests first and as written.
+    """Leave out the long tests, and run those of real processes first and as written.
 
     Pure tests stay in pytest-randomly's order, but simulations are the first of them: a module that
-    takes minutes and comes last lets the other workers wait. Integration tests share processes
-    whose state later tests build on, so theirs is that of the file.
+    takes minutes and comes last lets the other workers wait. Tests of real processes share these,
+    and later ones build on their state, so their order is that of the file.
     """
     unwanted = [mark for mark in LONG_MARKS if mark not in config.option.markexpr]
     long = [item for item in items if any(map(item.get_closest_marker, unwanted))]
     if long:
         config.hook.pytest_deselected(items=long)
     left = [item for item in items if item not in set(long)]
-    real = [item for item in left if "integration" in item.path.parts]
-    pure = [item for item in left if "integration" not in item.path.parts]
+    real = [item for item in left if _has_processes(item)]
+    pure = [item for item in left if not _has_processes(item)]
     pure.sort(key=lambda item: "simulation" not in item.path.parts)
     items[:] = sorted(real, key=lambda item: item.stash[POSITION]) + pure
+
+
+def _has_processes(item: pytest.Item) -> bool:
+    return "integration" in item.path.parts or item.get_closest_marker("ranks") is not None
 
 
 @pytest.fixture
