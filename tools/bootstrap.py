@@ -35,6 +35,7 @@ FORMER_NAME = "aileron"
 LOG_TAIL_LINES = 12
 PACKAGE_LINES = ("Collecting", "Processing", "Requirement already satisfied")
 """How the first line that pip prints about each package starts."""
+UNPACKING_TEXT = "set-up       unpacking: minutes without a line, more on a busy disk …"
 
 
 class SetupError(Exception):
@@ -245,7 +246,7 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
                 count += 1
                 _show_count(count, packages)
             elif packages and line.startswith("Installing"):
-                print("set-up       unpacking: minutes without a line, more on a busy disk …", flush=True)
+                print(UNPACKING_TEXT, flush=True)
         process.wait()
     if process.returncode:
         sys.stderr.writelines(tail)

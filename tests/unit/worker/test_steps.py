@@ -221,8 +221,11 @@ class DeviceTimes:
         return (self.ended_ms - (self.began_ms if before is None else before.ended_ms)) / 1000
 
 
-def test_a_step_costs_what_the_device_waits_for_the_host_between_two() -> None:
-    stage, launched = Stage(), []
+def test_a_step_costs_what_the_device_waits_for_the_host_between_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage()
+    launched: list[Any] = []
     execute = stage.dp.execute
 
     def timed(plan: Any) -> Any:
@@ -230,7 +233,7 @@ def test_a_step_costs_what_the_device_waits_for_the_host_between_two() -> None:
         launched[-1].device_times = DeviceTimes(len(launched))
         return launched[-1]
 
-    stage.dp.execute = timed
+    monkeypatch.setattr(stage.dp, "execute", timed)
     for _ in range(3):
         stage.step(DP, 3)
     stage.steps.finish_inflight()
