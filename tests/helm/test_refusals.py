@@ -8,7 +8,7 @@ import yaml
 
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.engine_options import NOT_OFFERED
-from tests.helm.charts import Object, ask_helm, example, merged
+from tests.helm.charts import Object, ask_helm, documents, example, merged
 from tests.helm.values_schema import refused_options
 
 EGRESS = [{"to": [{"namespaceSelector": {}}], "ports": [{"port": 4318}]}]
@@ -289,7 +289,7 @@ def answer_cell(answer: Object) -> Object:
     text = next(text for path, text in answer["rendered"].items() if path.endswith("/config.yaml"))
     (secret,) = [
         each
-        for each in yaml.safe_load_all(text)
+        for each in documents(text)
         if each["kind"] == "Secret" and each["metadata"]["name"].endswith("-config")
     ]
     cell: Object = yaml.safe_load(secret["stringData"]["ranks.yaml"])["cell"]

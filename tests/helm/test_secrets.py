@@ -26,6 +26,7 @@ from tests.helm.charts import (
     Release,
     ask_helm,
     containers_of,
+    documents,
     example,
     merged,
     releases,
@@ -66,8 +67,8 @@ def annotations(texts: dict[str, str]) -> dict[str, dict[str, str]]:
     for path, text in texts.items():
         if not path.endswith(".yaml"):
             continue
-        for each in yaml.safe_load_all(text):
-            if each and each["kind"] in ("Deployment", "StatefulSet"):
+        for each in documents(text):
+            if each["kind"] in ("Deployment", "StatefulSet"):
                 metadata = each["spec"]["template"]["metadata"]
                 found[each["metadata"]["name"]] = metadata["annotations"]
     return found
