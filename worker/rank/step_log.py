@@ -1,6 +1,6 @@
 """Sums over the steps that a leader served, for a fit of their times. Pure.
 
-A device that tells when its steps end is believed. The host is not told at once: it may launch the
+A device that says when its steps end is believed. The host finds that out later: it may launch the
 next step meanwhile. Without such a device, a step lasts from its launch, or from the end of the
 step before it if that is later, to the moment at which the host finds it over. A step that takes a
 multiple or a fraction of the median of its size is left out: it hit something else, such as a page
