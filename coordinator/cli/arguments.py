@@ -185,6 +185,7 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_memory_options(parser)
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
+    add("--precopy", choices=("on", "off"), help="copy KV before a switch stops; default: off")
     add(
         "--step-times",
         type=Path,

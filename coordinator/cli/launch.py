@@ -91,6 +91,8 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
     _set_policy(base["policy"], options)
+    if options.precopy is not None:
+        base.setdefault("coordinator", {})["precopy"] = options.precopy
     _set_addresses(base, options, machine.free_ports)
     if options.gateways is not None:
         base["gateway"]["processes"] = options.gateways

@@ -46,6 +46,11 @@ class SwitchRecord:
     first_step_ms: float = 0.0
     reshard_ms: float = 0.0
     reshard_bytes: int = 0
+    precopy_rounds: int = 0
+    """Rounds in which ranks copied KV while their groups served."""
+    precopy_bytes: int = 0
+    """KV bytes that they pulled from other ranks in these."""
+    precopy_ms: int = 0
     gap_ms_max: float = 0.0
     old_end_us: int = 0
     """When the last old step of any rank ended, on the host's monotonic clock; 0 is unknown."""
@@ -150,6 +155,14 @@ class SwitchLog:
                 stall_ms=_longer(record.stall_ms, times),
                 reshard_ms=max(record.reshard_ms, times.reshard_us / 1000),
                 reshard_bytes=record.reshard_bytes + times.reshard_bytes,
+            )
+
+    def precopied(self, epoch: int, rounds: int, copied_bytes: int, took_ms: int) -> None:
+        """Note what ranks have copied for a switch while their groups served."""
+        record = self._records.get(epoch)
+        if record is not None:
+            self._records[epoch] = replace(
+                record, precopy_rounds=rounds, precopy_bytes=copied_bytes, precopy_ms=took_ms
             )
 
     def on_gap(self, epoch: int, gap_ms: float) -> None:

@@ -75,6 +75,8 @@ class SwitchSettings:
     records_max: int
     default_carry: Carry
     health: OutlierSettings = field(default_factory=OutlierSettings)
+    precopy: bool = False
+    """Ranks copy full blocks of running tasks before they leave their groups."""
 
     def __post_init__(self) -> None:
         """Refuse times with which two layouts could overlap."""
@@ -128,6 +130,8 @@ class CoreSettings:
     long; 0 is never."""
     health: OutlierSettings = field(default_factory=OutlierSettings)
     """When living ranks that hold the others up are ejected."""
+    precopy: bool = False
+    """Ranks copy full blocks of running tasks before they leave their groups."""
 
     @property
     def switch(self) -> SwitchSettings:
@@ -141,6 +145,7 @@ class CoreSettings:
             records_max=self.history_max,
             default_carry=self.default_carry,
             health=self.health,
+            precopy=self.precopy,
         )
 
 
@@ -173,6 +178,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         queue=_queue_bounds(config),
         ageing_ms=coordinator.ageing_ms,
         default_carry=Carry(coordinator.default_carry),
+        precopy=coordinator.precopy == "on",
         history_max=coordinator.history_switches_max,
         in_fleet=config.fleet.is_on,
         policy=_policy(config, step_times or {}),

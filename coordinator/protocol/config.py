@@ -148,6 +148,9 @@ class CoordinatorConfig(_Frozen):
     """Tasks that have waited this long get one placement in eight before more urgent ones."""
     default_carry: Literal["reshard", "pause", "drain", "recompute", "speculate"] = "reshard"
     """Carry plan of a switch that names none."""
+    precopy: Literal["on", "off"] = "off"
+    """Whether ranks copy full KV blocks of running tasks before a `reshard` switch stops their
+    groups, so that less is left for the switch."""
     drain_limit_ms: int = Field(default=60_000, ge=0)
     """After this long a draining group recomputes the rest of its tasks."""
     history_switches_max: int = Field(default=1_000, ge=1)

@@ -58,6 +58,8 @@ class Wanted(Enum):
 class Fact(Enum):
     """What else counts; the participant finds it out only where a row names it."""
 
+    COPIES_EARLY = auto()
+    """The directive asks to copy KV while groups serve, and this one does and is whole."""
     IDLE_DRAIN = auto()
     """The plan is DRAIN, and the group that the rank leads has no unfinished task."""
     MEMBER_GONE = auto()
@@ -188,6 +190,7 @@ PAUSE, DRAIN, RECOMPUTE, RESHARD, SPECULATE = ((plan,) for plan in Carry)
 WAITS = DRAIN + SPECULATE  # until tasks end
 MOVES = RESHARD + SPECULATE  # tasks in the end: they stay where they are, no rank joins before
 STAYS = PAUSE + DRAIN + RECOMPUTE  # nothing migrates
+EARLY = (Fact.COPIES_EARLY,)
 IDLE, LAPSED, MOVER = (Fact.IDLE_DRAIN,), (Fact.LEASE_LAPSED,), (Fact.MOVER,)
 FOR_MOVE, GRANTED, NEW_EPOCH = (Fact.LEAVE_FOR_MOVE,), (Fact.PAGES_GRANTED,), (Fact.NEW_EPOCH,)
 LOST = (Fact.MEMBER_GONE, Fact.LEASE_LAPSED)  # the leader has nothing to wait for
@@ -203,9 +206,11 @@ RULES = (
     Rule(PARKED, AGAIN, UNWANTED, PARK, MOVES, Action.WAIT),
     Rule(PARKED, AGAIN, CUT_OUT, PARK, STAYS, Action.WAIT),
     Rule(PARKED, AGAIN, OTHER, PARK, STAYS, Action.JOIN),
-    # A leader whose group is not wanted leaves, or serves on until its tasks end. No task ends in
-    # a group that never served, so its leader does not wait for any.
-    Rule(LEADERS, LATER, UNWANTED, ANY, PAUSE + RECOMPUTE + RESHARD, Action.LEAVE),
+    # A leader whose group is not wanted leaves, or serves on until its tasks end or their full
+    # blocks are copied. No task ends in a group that never served, so its leader does not wait.
+    Rule(LEADERS, LATER, UNWANTED, ANY, PAUSE + RECOMPUTE, Action.LEAVE),
+    Rule(LEADERS, LATER, UNWANTED, ANY, RESHARD, Action.LEAVE, unless=EARLY),
+    Rule(LEADERS, LATER, UNWANTED, ANY, RESHARD, Action.WAIT, when=EARLY),
     Rule(LEADERS, LATER, UNWANTED, ANY, DRAIN, Action.LEAVE, when=IDLE),
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.LEAVE, when=LOST, unless=IDLE),
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.WAIT, unless=IDLE + LOST),

@@ -89,6 +89,12 @@ class Situation:
         return self.wanted.answers_ms >= self.rank.lease_until
 
     @property
+    def copies_early(self) -> bool:
+        """KV is to be copied while groups serve; this one does, and no member of it is lost."""
+        is_asked = self.wanted.precopy is not None and self.rank.serving
+        return is_asked and not (self.gone or self.has_lapsed)
+
+    @property
     def granted(self) -> int | None:
         """The pages that the directive grants to the joined group."""
         ranks = self.joined.group.ranks
@@ -157,6 +163,7 @@ class Situation:
 
 
 FACTS: dict[Fact, Callable[[Situation], bool]] = {
+    Fact.COPIES_EARLY: lambda now: now.copies_early,
     Fact.IDLE_DRAIN: lambda now: now.wanted.carry is Carry.DRAIN and now.idle,
     Fact.MEMBER_GONE: lambda now: bool(now.gone),
     Fact.LEADER_GONE: lambda now: now.joined.group.leader in now.gone,

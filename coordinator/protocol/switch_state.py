@@ -114,6 +114,15 @@ class SwitchState:
         return self.migration is not None
 
     @property
+    def precopy(self) -> Directive | None:
+        """The directive that asks this rank to copy KV while its group serves."""
+        wanted = self.wanted
+        if wanted is None or wanted.precopy is None or not self.serving:
+            return None
+        is_asked = wanted.stage > self.stage and wanted.target.binding_of(self.rank) is not None
+        return wanted if is_asked and self.binding not in wanted.target.bindings else None
+
+    @property
     def may_drain(self) -> bool:
         """The rank is joined to nothing, and waits for no outcome of a migration."""
         waits = self.is_moving and self.stage.phase is Phase.MOVE

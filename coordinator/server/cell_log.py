@@ -96,6 +96,8 @@ class CellLog:
                     epoch=switch["epoch"],
                     **phases,
                     gap_ms_max=round(switch["gap_ms_max"], 3),
+                    precopy_rounds=switch["precopy_rounds"],
+                    precopy_bytes=switch["precopy_bytes"],
                     reshard_bytes=switch["reshard_bytes"],
                     tasks=tasks,
                 )

@@ -187,6 +187,8 @@ class CellSpans:
                 about[f"aileron.switch.{phase}_seconds"] = view[name] / 1_000
         if view.get("gap_ms_max", 0) > 0:
             about["aileron.switch.pause_seconds"] = view["gap_ms_max"] / 1_000
+        if view.get("precopy_bytes", 0) > 0:
+            about["aileron.switch.precopy_bytes"] = view["precopy_bytes"]
         if view.get("reshard_bytes", 0) > 0:
             about["aileron.switch.reshard_bytes"] = view["reshard_bytes"]
         for carry, count in view.get("tasks", {}).items():

@@ -28,6 +28,7 @@ from coordinator.ranks.recovery import Resumed, resume
 from coordinator.ranks.roster import Arrival, Roster
 from coordinator.switching.move_commits import MoveCommits
 from coordinator.switching.page_grants import PageGrants
+from coordinator.switching.precopy import PreCopy
 from coordinator.switching.retained_leases import RetainedLeases
 from coordinator.switching.targets import bind, have_joined, is_foreign, void, who_is_late
 
@@ -57,6 +58,7 @@ class Switcher:
         "_last_tick_ms",
         "_leases",
         "_moves",
+        "_precopy",
         "_recover_ms",
         "_recover_until_ms",
         "_roster",
@@ -78,6 +80,7 @@ class Switcher:
         self._health = OutlierDetector(settings.health, roster.world)
         self._leases = RetainedLeases()
         self._moves = MoveCommits()
+        self._precopy = PreCopy(roster)
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
         self._recover_ms = min(settings.lost_after_ms, settings.recover_ms)
@@ -150,6 +153,7 @@ class Switcher:
         elif rank not in self.alive and not (self.alive and self._roster.is_out(rank, now_ms)):
             self._change(self.target.layout.plus((rank,)), f"rank {rank} is back", now_ms)
         self._advance(now_ms)
+        self._look_at_precopy(now_ms)
         return cut_out
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
@@ -166,6 +170,7 @@ class Switcher:
         if now_ms >= self._drain_until_ms:
             self.end_wait(now_ms)
         self._advance(now_ms)
+        self._look_at_precopy(now_ms)
         return (*silent, *self._take_out(now_ms))
 
     @property
@@ -178,10 +183,29 @@ class Switcher:
         """Groups that are to change serve until their old tasks have ended."""
         return self.stage.phase is Phase.PARK and self.carry is Carry.SPECULATE
 
+    @property
+    def is_precopying(self) -> bool:
+        """Groups that are to change serve until full blocks of their tasks are copied."""
+        return self.stage.phase is Phase.PARK and self._precopy.order is not None
+
     def end_wait(self, now_ms: int) -> None:
         """If the switch in progress waits for tasks to end, stop waiting."""
         if self.stage.phase is Phase.PARK:
+            was_speculating = self.is_speculating
             self._set_carry(PLAN_AFTER_WAIT.get(self.carry, self.carry), now_ms)
+            if was_speculating:
+                self._start_precopy(now_ms)
+
+    def _start_precopy(self, now_ms: int) -> None:
+        """Let ranks copy before they leave their groups, if the plan moves KV."""
+        if self._settings.precopy and self.carry is Carry.RESHARD:
+            self._precopy.start(self.epoch, self.target, self.alive, now_ms)
+
+    def _look_at_precopy(self, now_ms: int) -> None:
+        if self.is_precopying and self._precopy.look(now_ms):
+            self.version += 1
+            copied = self._precopy
+            self.log.precopied(self.epoch, copied.rounds, copied.bytes, copied.took_ms(now_ms))
 
     def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
         """Continue without these ranks at once, for a cause such as a process's end."""
@@ -219,8 +243,11 @@ class Switcher:
             # Ranks may have joined their next groups since they reported, and a mover waits for the
             # manifests of all others: only reports of a new epoch show who is parked.
         self._decide_ms = decide_ms
+        was_serving = self.is_serving
         self._set_carry(carry, now_ms)
         self._set_target(layout, cause, now_ms, fresh, reserved)
+        if was_serving:
+            self._start_precopy(now_ms)
 
     def directive_for(self, rank: Rank) -> Directive | None:
         """Return the rank's current directive; None if it has not reported or has ended."""
@@ -241,6 +268,7 @@ class Switcher:
             retentions=self._leases.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
             moved=self._moves.committed(report.stage.epoch),
+            precopy=self._precopy.order if self.is_precopying else None,
         )
 
     def has_moved(self, epoch: int) -> bool:
@@ -271,6 +299,8 @@ class Switcher:
         if self.stage.phase is Phase.SERVE:
             assert granted == set(self.target.bindings), "a serving group has no grant."
         assert self.recovering or self.epoch > 0, "no target after recovery."
+        is_wanted = self.stage.phase is Phase.PARK and self.carry is Carry.RESHARD
+        assert is_wanted or self._precopy.order is None, "early copies for no migration."
 
     def _change(
         self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
@@ -305,6 +335,7 @@ class Switcher:
         self.stage = Stage(highest + 1, Phase.PARK)
         self.target = bind(layout, previous, self.stage.epoch, fresh, reserved or {})
         self.alive = layout.ranks
+        self._precopy.stop()
         for binding in previous.bindings:
             if binding not in self.target.bindings:
                 self._grants.drop(binding)
@@ -337,6 +368,7 @@ class Switcher:
     def _set_carry(self, carry: Carry, now_ms: int) -> None:
         self._drain_until_ms = now_ms + self._settings.drain_limit_ms
         if carry is not self.carry:
+            self._precopy.stop()
             self.carry = carry
             self.version += 1
 
@@ -346,7 +378,8 @@ class Switcher:
             hellos = (self._roster[rank].hello for rank in self.alive if rank in self._roster)
             ejections = self._health.slow(self.alive, now_ms, hellos)
         else:
-            late = {} if self.is_draining or self.is_speculating else self._late()
+            waits = self.is_draining or self.is_speculating or self.is_precopying
+            late = {} if waits else self._late()
             ejections = self._health.late(self.stage, late, self.alive, now_ms)
         return self._leave_out(ejections, now_ms)
 

@@ -86,7 +86,8 @@ def open_groups(
     """Return the groups to place into: granted, in the target, and serving by leaders' reports.
 
     `reserved_groups`: leader -> number of the most urgent tiers that its group takes. While a
-    switch waits for stragglers, groups that are to change and have none are open too.
+    switch waits for stragglers, groups that are to change and have none are open too; all of them
+    are while KV is copied early.
     """
     if switcher.recovering:
         return ()
@@ -94,6 +95,8 @@ def open_groups(
     if switcher.is_speculating:
         changing = changing_groups(switcher, roster)
         bindings += [each for each in changing if stragglers.is_idle(each.group.leader)]
+    if switcher.is_precopying:
+        bindings += changing_groups(switcher, roster)
     groups = []
     for binding in bindings:
         if not roster.serves(binding.group):

@@ -64,9 +64,16 @@ SWITCH_TASKS: Final = Measure(
     "aileron_switch_tasks", "Running tasks by what a switch did to them.", ("carry",)
 )
 RESHARD_BYTES: Final = Measure("aileron_reshard_bytes", "KV bytes that moves pulled from peers.")
+PRECOPY_BYTES: Final = Measure(
+    "aileron_precopy_bytes", "KV bytes that ranks pulled from peers before they left their groups."
+)
+PRECOPY_ROUNDS: Final = Measure(
+    "aileron_precopy_rounds", "Rounds in which ranks copied KV before they left their groups."
+)
 
 PHASES: Final = {
     "decide": "decide_ms",
+    "precopy": "precopy_ms",
     "park": "park_ms",
     "reshard": "reshard_ms",
     "swap": "swap_ms",
@@ -108,6 +115,7 @@ class CoreMetrics:
         self._pairs: set[tuple[str, str]] = set()
         self.tally = Tally()
         self.tally.begin(QUEUE_WAIT, RECOMPUTED, SWITCH_STALL, RESHARD_BYTES)
+        self.tally.begin(PRECOPY_BYTES, PRECOPY_ROUNDS)
         for measure, names in (
             (REQUEUED, (*ReturnCause, RANK_LOST)),
             (FAILURES, (*sorted(FAILURE_REASONS), OTHER)),
@@ -192,6 +200,8 @@ class CoreMetrics:
             self.tally.observe(SWITCH_STALL, switch["gap_ms_max"] / 1_000)
         for carry, count in switch["tasks"].items():
             self.tally.count(SWITCH_TASKS, carry, by=count)
+        self.tally.count(PRECOPY_BYTES, by=switch["precopy_bytes"])
+        self.tally.count(PRECOPY_ROUNDS, by=switch["precopy_rounds"])
         if switch["reshard_bytes"] and switch["reshard_ms"]:
             self.tally.count(RESHARD_BYTES, by=switch["reshard_bytes"])
             self.reshard_bytes_per_s = switch["reshard_bytes"] / switch["reshard_ms"] * 1_000

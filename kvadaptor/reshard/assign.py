@@ -141,8 +141,9 @@ def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[
     """Assign tasks to groups, largest first, each to the group with the lowest load afterwards.
 
     A block that only another group holds counts twice, because both would then hold it. A group
-    with too few pages comes last, and before it one that is reserved for other tiers. Among equal
-    groups, the one with more of the task already in place wins.
+    with too few pages comes last, before it those other than the one that has early blocks of the
+    task, and before these one that is reserved for other tiers. Among equal groups, the one with
+    more of the task already in place wins.
     """
     book = _Book(given, blocks)
     sizes = [blocks.chains[task].size for task in tasks]
@@ -168,6 +169,7 @@ def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[
             more = sizes[at] - held[group]
             key = (
                 book.count[group] + more > book.room[group],
+                blocks.prefers.get(tasks[at], group) != group,
                 book.is_foreign(group, tier),
                 book.load(group, more + somewhere - held[group]),
                 -in_place[group][at],

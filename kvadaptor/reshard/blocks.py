@@ -4,8 +4,8 @@ Checks the whole input, so that later decisions can rely on it. All work is a fe
 over all blocks of an old group. Terms: `reshard.terms`.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +28,9 @@ class Blocks:
     flat unit `(rank - first)·P·U + unit` from which unit-head h of a block is best read. `used` and
     `touchable` are (U, P): the pages per rank that hold a chain's slot, and those and the free
     ones, which may be written and leased. `starts` is the first block number of each old group.
+    `early` are the block numbers that a rank, counted from the first, holds early, and their slots.
+    `prefers` is the new group of each chain with such blocks. `held`, (U, P·U), are the units that
+    hold chains; it is empty if nothing is early.
     """
 
     units: int
@@ -38,6 +41,9 @@ class Blocks:
     used: Bools
     touchable: Bools
     starts: Ints
+    early: Mapping[int, tuple[Ints, Ints]] = field(default_factory=dict)
+    prefers: Mapping[int, int] = field(default_factory=dict)
+    held: Bools = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
 
     @property
     def num_pages(self) -> int:
@@ -56,6 +62,7 @@ def read_blocks(given: ReshardInput) -> Blocks:
             raise ReshardError(f"rank {rank} is not in the component.")
         _check_range(pages, given.num_pages[rank], f"a page of rank {rank}")
         free[rank - first, pages] = True
+    held = np.zeros((units, most * units if given.early else 0), dtype=np.bool_)
     sources: list[Ints] = []
     numbers: list[Ints] = []
     total = 0
@@ -65,17 +72,20 @@ def read_blocks(given: ReshardInput) -> Blocks:
         distinct, of_chains = _number(group.chains, pages_of_members, total)
         for place, slots in enumerate(distinct):
             used[lead + place, slots // len(group.ranks)] = True
+            if given.early:
+                held[lead + place].reshape(-1, units // len(group.ranks))[slots] = True
         sources.append(_units_of(distinct, lead, units, most))
         numbers += of_chains
         total += distinct.shape[1]
-    if (used & free).any():
-        raise ReshardError("a page that holds a chain's slot is called free.")
     chains = tuple(chain for group in given.old for chain in group.chains)
     if len({chain.id for chain in chains}) != len(chains):
         raise ReshardError("two chains have the same id.")
     source = np.concatenate(sources, axis=1)
     if any(chain.keys for chain in chains):
         numbers = _merge_equal(chains, numbers, source, given)
+    early, prefers = _read_early(given, chains, numbers, used, first)
+    if (used & free).any():
+        raise ReshardError("a page that holds a chain's slot is called free.")
     return Blocks(
         units=units,
         first=first,
@@ -85,7 +95,33 @@ def read_blocks(given: ReshardInput) -> Blocks:
         used=used,
         touchable=used | free,
         starts=np.cumsum([0, *(each.shape[1] for each in sources[:-1])]),
+        early=early,
+        prefers=prefers,
+        held=held,
     )
+
+
+def _read_early(
+    given: ReshardInput, chains: Sequence[Chain], numbers: Sequence[Ints], used: Bools, first: int
+) -> tuple[dict[int, tuple[Ints, Ints]], dict[int, int]]:
+    """Return `early` and `prefers` of `Blocks`, and mark their pages as used."""
+    index_of = {chain.id: index for index, chain in enumerate(chains)} if given.early else {}
+    found: dict[int, list[tuple[Ints, Ints]]] = {}
+    prefers: dict[int, int] = {}
+    for each in given.early:
+        chain = index_of.get(each.id)
+        if chain is None or (each.places >= chains[chain].size).any():
+            raise ReshardError(f"chain {each.id!r} lacks blocks that rank {each.rank} holds early.")
+        number = next(i for i, group in enumerate(given.new) if each.rank in group.ranks)
+        pages = each.slots // len(given.new[number].ranks)
+        _check_range(pages, given.num_pages[each.rank], "the page of an early slot")
+        used[each.rank - first, pages] = True
+        found.setdefault(each.rank - first, []).append((numbers[chain][each.places], each.slots))
+        prefers.setdefault(chain, number)
+    return {
+        rank: (joined(part[0] for part in parts), joined(part[1] for part in parts))
+        for rank, parts in found.items()
+    }, prefers
 
 
 def _check_groups(given: ReshardInput) -> tuple[int, int]:

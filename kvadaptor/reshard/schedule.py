@@ -58,7 +58,8 @@ class _Member:
 
     `source` is (w, B): the flat unit of each unit-head that it needs, `right` whether it lies on
     this rank at the right offset of a slot, `home` (B,) that slot or -1, `slot` (B,) the slot given
-    or -1. `touched` are pages that have a block.
+    or -1. `touched` are pages that have a block. `spared`, if some blocks are early, are the slots
+    with KV of old groups: they are filled last, as nobody may read them any more.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class _Member:
     right: Bools
     home: Ints
     turn: Ints
+    spared: Bools | None = None
     slot: Ints = field(init=False)
     taken: Bools = field(init=False)
     touched: Bools = field(init=False)
@@ -95,14 +97,17 @@ class _Member:
         vacant = (busy == 0) & ~self.taken
         in_place = self._keep(at_home, pending.size, vacant)
         rest = pending[self.slot[pending] < 0]
-        order = self._open(vacant)[: rest.size]
-        if rest.size > order.size:
-            rest = rest[np.argsort(self.turn[rest], kind="stable")]
-        placed = rest[: order.size]
-        self.slot[placed] = order
-        self.taken[order] = True
-        self.touched[order // self.width] = True
-        return np.concatenate((in_place, placed))
+        placed: list[Ints] = []
+        for part in (vacant,) if self.spared is None else (vacant & ~self.spared, vacant):
+            order = self._open(part & ~self.taken)[: rest.size]
+            if rest.size > order.size:
+                rest = rest[np.argsort(self.turn[rest], kind="stable")]
+            now, rest = rest[: order.size], rest[order.size :]
+            self.slot[now] = order
+            self.taken[order] = True
+            self.touched[order // self.width] = True
+            placed.append(now)
+        return np.concatenate((in_place, *placed))
 
     def _keep(self, at_home: Ints, pending: int, vacant: Bools) -> Ints:
         """Keep blocks in place, in as many pages as leave room for the others."""
@@ -212,6 +217,13 @@ def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _
     heads = slice(place * per_slot, (place + 1) * per_slot)
     source = blocks.source[heads, need.blocks]
     rank_units = blocks.num_pages * blocks.units
+    if (early := blocks.early.get(rank)) is not None:
+        numbers, slots = early
+        column_of = np.full(blocks.source.shape[1], -1, dtype=np.int64)
+        column_of[need.blocks] = np.arange(need.blocks.size)
+        column = column_of[numbers]
+        starts = slots[column >= 0] * per_slot + np.arange(per_slot)[:, np.newaxis]
+        source[:, column[column >= 0]] = rank * rank_units + starts
     unit = source - rank * rank_units
     right = (unit >= 0) & (unit < rank_units)
     if per_slot > 1:
@@ -219,6 +231,9 @@ def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _
     row = np.argmax(right, axis=0)
     columns = np.arange(unit.shape[1])
     slot = np.where(right[row, columns], unit[row, columns] // per_slot, 0)
+    spared = None
+    if blocks.held.size:
+        spared = blocks.held[rank].reshape(-1, width, per_slot)[pages].any(axis=2).reshape(-1)
     page = index_of[slot // width]  # the null page has index -1: nothing is at home there
     right &= page >= 0
     return _Member(
@@ -229,6 +244,7 @@ def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _
         source=source,
         right=right,
         turn=need.turns,
+        spared=spared,
         home=np.where(page >= 0, page * width + slot % width, -1),
     )
 

@@ -74,6 +74,20 @@ class NewGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EarlyBlocks:
+    """Blocks of a chain that a rank holds as its new group reads them, copied before the plan.
+
+    Block `places[i]` of chain `id`, counted from 0, lies in slot `slots[i]` of `rank`, a slot of
+    the new group's width. Both are (n,).
+    """
+
+    id: str
+    rank: int
+    places: Ints
+    slots: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ReshardInput:
     """One component: the smallest aligned span that contains every old and new affected group.
 
@@ -82,7 +96,8 @@ class ReshardInput:
     page 0 included; ranks may differ. `free` is, per rank, the pages that have no owner or hold no
     chain's slot. A page in neither `free` nor a chain is never touched. The plan may use the pages
     of tasks that fall back. It carries cached chains only while it stays within
-    `cached_rounds_max` rounds, or within as many as tasks need without them.
+    `cached_rounds_max` rounds, or within as many as tasks need without them. Chains with `early`
+    blocks go to the group that has them, as far as pages allow; their pages are not `free`.
     """
 
     num_kv_heads: int
@@ -92,6 +107,7 @@ class ReshardInput:
     free: Mapping[int, Ints]
     rounds_max: int = ROUNDS_MAX
     cached_rounds_max: int = CACHED_ROUNDS_MAX
+    early: tuple[EarlyBlocks, ...] = ()
 
 
 class FallbackCause(StrEnum):

@@ -1,7 +1,6 @@
 """What a rank relies on in its engine: one suite for the product's engine and the one in memory."""
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,48 +9,12 @@ import pytest
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Mode, Rank
 from kvadaptor.pages import without
-from tests.harness.vllm.engine_request import encoded_request
 from tests.harness.worker.engine_bench import NOTHING, EngineBench
-from tests.harness.worker.fake_engine import fake_engine
-from tests.harness.worker.fake_scheduler import fake_payload
 
 PROMPT = list(range(100, 140))
 OTHER = list(range(300, 350))
 PAGES = 8
 BLOCK = 32
-
-
-@pytest.fixture(scope="module", params=["in memory", "vLLM"])
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A bench with each engine, which is made once."""
-    if request.param == "in memory":
-        yield EngineBench(fake_engine(world=2), fake_payload)
-        return
-    pytest.importorskip("vllm")
-    from coordinator.protocol.terms import Tier
-    from tests.harness.vllm.real_engine import real_engine
-
-    def payload(name: str, prompt: Any, tokens: int) -> bytes:
-        settings = {"max_tokens": tokens}
-        return encoded_request(name, list(prompt), "", Tier.STANDARD, settings)[1]
-
-    with real_engine(tmp_path_factory.mktemp("engine")) as engine:
-        yield EngineBench(engine, payload)
-
-
-@pytest.fixture
-def bench(made: EngineBench) -> Iterator[EngineBench]:
-    """It has neither tasks nor leases at first, and must be able to give all of them up."""
-    before = made.engine.pages.counts().free
-    yield made
-    made.clear()
-    assert made.engine.pages.counts().free == before
-
-
-@pytest.fixture(params=[1, 2], ids=["dp", "tp2"])
-def width(request: pytest.FixtureRequest) -> int:
-    """The width of the group."""
-    return int(request.param)
 
 
 # ------------------------------------------------------------------------------ steps

@@ -8,40 +8,9 @@ from hypothesis import strategies as st
 
 from kvadaptor.reshard.plan import plan_reshard
 from kvadaptor.reshard.terms import ReshardPlan
-from tests.harness.kv.reshard_inputs import Shape, Tiling, draw_input
+from tests.harness.kv.reshard_inputs import Shape, draw_input
 from tests.harness.kv.reshard_model import check_plan
-
-
-@st.composite
-def tilings(draw: st.DrawFn, first: int, width: int) -> Tiling:
-    """Aligned power-of-two groups that cover a span."""
-    if width == 1 or draw(st.booleans()):
-        return (tuple(range(first, first + width)),)
-    half = width // 2
-    return (*draw(tilings(first, half)), *draw(tilings(first + half, half)))
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    units = draw(st.sampled_from([1, 2, 4, 8]))
-    first = units * draw(st.integers(0, 1))
-    whole = (tuple(range(first, first + units)),)
-    parts = draw(tilings(first, units))
-    old, new = draw(st.sampled_from([(whole, parts), (parts, whole)]))
-    return Shape(
-        old=old,
-        new=new,
-        num_heads=units * draw(st.sampled_from([1, 2, 3])),
-        num_pages=draw(st.integers(1, 28)),
-        more_pages=draw(st.sampled_from([0, 0, 1, 5, 30])),
-        tasks=draw(st.integers(0, 5)),
-        cached=draw(st.integers(0, 3)),
-        fill=draw(st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0])),
-        spare=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
-        keyed=draw(st.booleans()),
-        rounds_max=draw(st.sampled_from([1, 2, 8])),
-        seed=draw(st.integers(0, 2**32)),
-    )
+from tests.harness.kv.reshard_shapes import shapes
 
 
 def same(one: ReshardPlan, other: ReshardPlan) -> bool:

@@ -24,8 +24,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wide", action="store_true", help="with all parts and all faults")
     parser.add_argument("--parts", action="store_true", help="ranks hold parts of the weights")
     parser.add_argument("--borrow", action="store_true", help="and borrow the parts they lack")
+    parser.add_argument("--precopy", action="store_true", help="KV is copied before groups leave")
     chosen = parser.parse_args(arguments)
-    kind = Kind(chosen.wide, chosen.parts or chosen.borrow, chosen.borrow, chosen.mutation)
+    kind = Kind(
+        chosen.wide,
+        chosen.parts or chosen.borrow,
+        chosen.borrow,
+        chosen.precopy,
+        chosen.mutation,
+    )
     if chosen.count == 1:
         return _replay(chosen.seed, kind)
     seeds = range(chosen.seed, chosen.seed + chosen.count)

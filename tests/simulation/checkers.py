@@ -145,6 +145,21 @@ def check_nothing_waits(participant: SwitchParticipant) -> None:
         check(to_be is None, f"rank {participant.rank} waits to join {to_be} and nothing migrates")
 
 
+def check_pages_of_leader(process: "SimRank") -> None:
+    """Each page of a group that serves is its scheduler's, or set aside; none is lost or both."""
+    participant, binding = process.participant, process.participant.binding
+    if not (participant.is_leader and participant.serving) or binding is None:
+        return
+    mode, pool = process.engine.of_width(binding.group.width), process.engine.pages
+    scheduler, ranks = mode.scheduler, binding.group.ranks
+    assert scheduler is not None
+    leased = pool.own_pages() if len(ranks) == 1 else pool.lease_indices(ranks)
+    given = {block // scheduler.slots_per_page for block in scheduler._granted}
+    check(not given & scheduler.aside, f"rank {process.rank} uses what it has set aside")
+    if given | scheduler.aside != set(leased.tolist()):
+        raise Violation(f"rank {process.rank} has lost pages of {binding}")
+
+
 def check_one_leads(
     plan: "SimPlan",
     leader: "SimRank",

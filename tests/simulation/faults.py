@@ -280,7 +280,7 @@ def draw_bounds(rng: random.Random) -> QueueBounds:
     return QueueBounds(rng.choice((4, 4_096)), tiers)
 
 
-def draw_settings(rng: random.Random, world: int) -> CoreSettings:
+def draw_settings(rng: random.Random, world: int, *, precopy: bool = False) -> CoreSettings:
     """The times and limits of one run."""
     lease_ms = rng.choice((200, 300))
     own = random.Random(str(rng.getstate()))
@@ -303,6 +303,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         renew_busy_ms=random.Random(f"{rng.getstate()} busy").choice((0, 0, 100, 400)),
         answer_ms=own.choice((0, 10, 30)),
         health=OutlierSettings(late_out_ms=(200, 100, 600)),
+        precopy=precopy,
     )
 
 

@@ -62,6 +62,11 @@ def _unrest_of_rank(process: SimRank) -> str | None:
         return f"serves in {participant.binding}"
     if held := _tasks_of(process):
         return f"still holds {sorted(held)}"
+    if process.runtime.migration.precopy.is_busy:
+        return "still copies for a switch"
+    scheduler = process.engine.of_width(participant.binding.group.width).scheduler
+    if scheduler is not None and scheduler.aside:
+        return "keeps pages from its tasks"
     strangers = set(pages.counts().leased) - {participant.binding.group.ranks}
     return f"still leases pages to {sorted(strangers)}" if strangers else None
 

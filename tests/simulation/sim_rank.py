@@ -299,7 +299,10 @@ class SimRank:
             self.world.point(self.rank, f"{type(effect).__name__} is done")
         if isinstance(effect, Reshard) and not isinstance(result, Overtaken):
             self._copied = effect.directive, self.world.now
-            self.world.stats.failed_moves += self.runtime.migration.has_failed
+            migration = self.runtime.migration
+            self.world.stats.failed_moves += migration.has_failed
+            early = migration.precopy.held(effect.directive.stage.epoch)
+            self.world.stats.precopied += sum(each.slots.size for each in early)
 
     def _resolves(self, resolve: Resolve) -> None:
         stats, migration = self.world.stats, self.runtime.migration

@@ -34,6 +34,8 @@ class Stats:
     """Members of groups whose first step waited for late copies."""
     moved: int = 0
     """Tasks that went on in another group with their KV."""
+    precopied: int = 0
+    """Blocks that ranks found copied when they planned a move."""
     failed_moves: int = 0
     """Per rank, as the others."""
     overtaken_moves: int = 0

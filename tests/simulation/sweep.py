@@ -23,6 +23,7 @@ class Kind:
     wide: bool = False
     parts: bool = False
     borrow: bool = False
+    precopy: bool = False
     mutation: str | None = None
     """The bug that is put in."""
 
@@ -40,7 +41,12 @@ NARROW = Kind()
 
 def replay_of(seed: int, kind: Kind = NARROW) -> str:
     """The command that shows a failure again."""
-    flags = {"WIDE": kind.wide, "PARTS": kind.parts, "BORROW": kind.borrow}
+    flags = {
+        "WIDE": kind.wide,
+        "PARTS": kind.parts,
+        "BORROW": kind.borrow,
+        "PRECOPY": kind.precopy,
+    }
     return " ".join([f"make sim SEED={seed}", *(f"{name}=1" for name, on in flags.items() if on)])
 
 
@@ -52,7 +58,15 @@ def world_of(
     trace: Callable[[str], None] | None = None,
 ) -> World:
     """The world of a seed and a kind."""
-    return World(seed, trace, meddle, wide=kind.wide, parts=kind.parts, borrow=kind.borrow)
+    return World(
+        seed,
+        trace,
+        meddle,
+        wide=kind.wide,
+        parts=kind.parts,
+        borrow=kind.borrow,
+        precopy=kind.precopy,
+    )
 
 
 def failure_of(seed: int, meddle: float | None = None, kind: Kind = NARROW) -> str | None:

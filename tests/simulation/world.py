@@ -40,7 +40,12 @@ from coordinator.protocol.switch_actions import Move
 from coordinator.protocol.terms import Carry
 from tests.simulation.audit import QueueAudit
 from tests.simulation.book_gateway import BookGateway
-from tests.simulation.checkers import MoveChecker, StageChecker, Violation
+from tests.simulation.checkers import (
+    MoveChecker,
+    StageChecker,
+    Violation,
+    check_pages_of_leader,
+)
 from tests.simulation.drift import Drift
 from tests.simulation.faults import (
     NARROWEST_OF_PARTS,
@@ -83,11 +88,13 @@ class World:
         wide: bool = False,
         parts: bool = False,
         borrow: bool = False,
+        precopy: bool = False,
     ) -> None:
         """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`.
 
         With `parts` each rank holds a part of the weights, so that only groups of four serve. With
-        `borrow` too, narrower groups read the parts that they lack from others of their four.
+        `borrow` too, narrower groups read the parts that they lack from others of their four. With
+        `precopy` ranks copy KV before they leave their groups.
         """
         self.rng = random.Random(seed)
         self._trace = trace
@@ -127,7 +134,7 @@ class World:
         """Coordinators that were started so far."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
-        self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
+        self.settings = self.trouble.policy(draw_settings(self.rng, WORLD, precopy=precopy))
         if borrow:
             self.settings = replace(self.settings, parts=lent_parts(self.faults, seed))
         elif parts:
@@ -212,6 +219,8 @@ class World:
             if self.now >= rank.stopped_until and self.now % rank.pace == 0:
                 self.act(rank)
             self._stages.see(rank.rank, rank.incarnation, rank.participant.stage)
+            if self.settings.precopy and self.ranks[rank.rank] is rank:
+                check_pages_of_leader(rank)
             if self.core and not (
                 self.core.views.is_recovering or self.core.views.is_available(rank.rank)
             ):

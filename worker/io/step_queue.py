@@ -50,6 +50,19 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAside:
+    """No task gets these lease indices: members may copy KV to their pages, in a round of a switch.
+
+    None: tasks get them again, so a member that has read this copies nothing there.
+    """
+
+    formation: int
+    epoch: int
+    round: int
+    lease_indices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveGroup:
     """The leader has left; its followers may leave too.
 
@@ -60,7 +73,7 @@ class LeaveGroup:
     lease_indices: tuple[int, ...] | None
 
 
-QueueMessage = Begin | Step | LeaveGroup
+QueueMessage = Begin | Step | SetAside | LeaveGroup
 
 
 class BroadcastQueue(Protocol):

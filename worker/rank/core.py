@@ -31,17 +31,20 @@ from coordinator.protocol.switch_actions import (
     Serve,
 )
 from coordinator.protocol.switch_participant import KEEPING, SwitchParticipant
-from coordinator.protocol.terms import Binding, ReturnCause
+from coordinator.protocol.terms import Binding, Carry, ReturnCause
 from worker.io.session import HelloWanted
 from worker.io.step_queue import FOLLOWER_POLL_S, Begin, LeaveGroup
 from worker.rank.departure import Departure
 from worker.rank.engine import Engine, NoRoomError
 from worker.rank.events import (
+    CopiedEarly,
     CopiesDone,
+    CopyEarly,
     DeferStep,
     DetachedStepEnded,
     DrainQueues,
     Effect,
+    EndPreCopy,
     Event,
     FinishStep,
     Follow,
@@ -158,7 +161,8 @@ class RankCore:
                 self._clock.quiesced(ended_ns)
                 self._reports.has_news = True
             case Directive():
-                self._clock.wanted(event.stage.epoch, now_ns)
+                if event.precopy is None:
+                    self._clock.wanted(event.stage.epoch, now_ns)
                 self.participant.on_directive(event)
                 self._reports.has_news |= self._leases.hear(event, self.participant)
             case Place():
@@ -199,6 +203,8 @@ class RankCore:
 
     def _pass(self) -> Procedure[None]:
         last = None
+        if self.runtime.migration.precopy.concerns(self.participant):
+            yield from self._copy_early()
         if (move := self._due_move()) is not None:
             last = yield from self._make_moves(move)
         participant, runtime = self.participant, self.runtime
@@ -222,18 +228,37 @@ class RankCore:
             if last is not None and not isinstance(last, Serve) and self._is_report_due:
                 # All ranks wait for this report, and a follower may next block on its leader.
                 yield SendReport(self._take_report())
-            if participant.is_follower and not participant.has_leave and not is_lost:
-                yield from self._follow(self._poll_s(FOLLOWER_POLL_S))
-                has_worked = True
-            elif participant.may_drain:
-                drained = yield DrainQueues()
-                assert isinstance(drained, QueuesDrained)
-                for formation in drained.formations:
-                    participant.on_leave(formation)
+            has_worked |= yield from self._read_queues(is_lost=is_lost)
         if self._is_report_due:
             yield SendReport(self._take_report())
         if not has_worked and self.stop_reason is None:
             yield from self._wait()
+
+    def _read_queues(self, *, is_lost: bool) -> Procedure[bool]:
+        """Read what leaders send; return whether that was a wait for the rank's own leader."""
+        participant = self.participant
+        if participant.is_follower and not participant.has_leave and not is_lost:
+            yield from self._follow(self._poll_s(FOLLOWER_POLL_S))
+            return True
+        if participant.may_drain:
+            drained = yield DrainQueues()
+            assert isinstance(drained, QueuesDrained)
+            for formation in drained.formations:
+                participant.on_leave(formation)
+        return False
+
+    def _copy_early(self) -> Procedure[None]:
+        """Copy some KV while the group serves, or end that; no leader without a time lease does."""
+        participant, wanted = self.participant, self.participant.wanted
+        is_sure = not participant.is_leader or participant.may_step(self._now_ms)
+        if wanted is None or not is_sure or self.is_in_aborted_formation:
+            return
+        epoch = self.runtime.migration.precopy.epoch  # 0: none.
+        if epoch and (wanted.stage.epoch != epoch or wanted.carry is not Carry.RESHARD):
+            yield from self._guarded(EndPreCopy())
+        elif participant.precopy is not None and not participant.has_leave:
+            copied = yield from self._guarded(CopyEarly(wanted))
+            self._reports.has_news |= isinstance(copied, CopiedEarly) and copied.ends_round
 
     def _wait(self) -> Procedure[None]:
         participant = self.participant
@@ -246,7 +271,10 @@ class RankCore:
         yield Wait(self._poll_s(DETACHED_POLL_S if prepared.awaits_peers else IDLE_WAIT_S))
 
     def _poll_s(self, otherwise_s: float) -> float:
-        is_draining = self._steps.has_detached_step or self.runtime.migration.is_quiescing
+        migration = self.runtime.migration
+        is_draining = self._steps.has_detached_step or migration.is_quiescing
+        # A follower of a busy group goes on after each step anyway.
+        is_draining |= migration.precopy.is_busy and not self.participant.is_follower
         return DETACHED_POLL_S if is_draining else otherwise_s
 
     @property

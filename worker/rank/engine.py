@@ -161,6 +161,15 @@ class EngineScheduler(Protocol):
     def withdraw(self) -> LeaseIndices:
         """Park; return the lease indices that the remaining tasks still hold."""
 
+    def set_aside(self, pages: int) -> LeaseIndices:
+        """Keep this many lease indices from tasks, or as many as are free; return all of them.
+
+        Their blocks have whole pages on every member. The next `grant` ends that, too.
+        """
+
+    def give_back(self) -> None:
+        """Let tasks have all that is set aside."""
+
     # -- tasks
 
     def add_task(self, request: Any, generated: list[int]) -> None:

@@ -95,6 +95,13 @@ class Prepared(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class CopiedEarly(Result):
+    """Some KV was copied while the group serves; `ends_round`: that was the last of a round."""
+
+    ends_round: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Overtaken(Result):
     """A migration was given up, because another layout is wanted by now."""
 
@@ -173,6 +180,18 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyEarly:
+    """Copy some KV for the switch of this directive, while the group serves."""
+
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EndPreCopy:
+    """Forget the early copies, and give their pages back."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendHello:
     """Begin a session."""
 
@@ -209,6 +228,8 @@ Effect = (
     | Obey
     | Publish
     | Prepare
+    | CopyEarly
+    | EndPreCopy
     | SendHello
     | SendReport
     | Wait

@@ -15,12 +15,15 @@ from worker.io.session import Inbox, RankSession
 from worker.rank.core import RankCore
 from worker.rank.engine import NoRoomError
 from worker.rank.events import (
+    CopiedEarly,
     CopiesDone,
+    CopyEarly,
     DeferStep,
     DetachedStepEnded,
     Done,
     DrainQueues,
     Effect,
+    EndPreCopy,
     Event,
     FinishStep,
     Follow,
@@ -127,6 +130,10 @@ class RankLoop:
                 return QueuesDrained(tuple(runtime.drain_queues()))
             case Prepare(wanted=wanted):
                 return Prepared(runtime.migration.prepare(wanted))
+            case CopyEarly(directive=directive):
+                return CopiedEarly(runtime.copy_early(directive))
+            case EndPreCopy():
+                runtime.migration.precopy.end()
             case Reshard(directive=directive):
                 return self._move(directive)
             case SendReport() | SendHello() | Wait():

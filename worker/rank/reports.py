@@ -102,6 +102,7 @@ class Reports:
             closed=self._engine.communicators.closed,
             free_pages_after_commit=migration.free_pages_after_commit,
             oom_formation=oom_formation,
+            precopy=migration.precopy.progress,
         )
 
     def _read_gauges(self, now_ns: int) -> None:

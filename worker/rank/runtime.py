@@ -10,7 +10,7 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Rank
-from coordinator.protocol.messages.rank import PageReport, Place
+from coordinator.protocol.messages.rank import Directive, PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.switch_actions import Leave
 from coordinator.protocol.switch_participant import Joined
@@ -23,6 +23,7 @@ from worker.io.step_queue import (
     Begin,
     LeaveGroup,
     QueueMessage,
+    SetAside,
     Step,
     receive,
     send,
@@ -81,6 +82,7 @@ class GroupRuntime:
     def unbind(self) -> None:
         """Leave the group; its last step may become a detached step."""
         self._collector.pause()
+        self.migration.precopy.unbound()
         self.leases.not_joined()
         self._mode = None
         self._binding = None
@@ -98,6 +100,8 @@ class GroupRuntime:
             self._send_leave(leave)
         if leave.carry is Carry.RESHARD and not leave.group_lost:
             self.migration.on_leave(binding)
+        else:
+            self.migration.precopy.forget()
 
     def _send_leave(self, leave: Leave) -> None:
         binding, group, is_lost = leave.binding, leave.binding.group, leave.group_lost
@@ -299,6 +303,10 @@ class GroupRuntime:
         mode, binding = self._joined()
         self.steps.defer(mode, binding, epoch)
 
+    def copy_early(self, directive: Directive) -> bool:
+        """Copy some KV for a switch while the joined group serves; see `PreCopy.advance`."""
+        return self.migration.precopy.advance(directive, self._joined()[1])
+
     def forget_steps(self, binding: Binding) -> None:
         """Drop the runner's state of the formation's tasks: its last step never ends."""
         self.steps.drop(binding.formation)
@@ -335,6 +343,8 @@ class GroupRuntime:
                 self.begin(pages, indices, version, meets=meets)
             case Step():
                 self.steps.follow(mode, message, binding)
+            case SetAside():
+                self.migration.precopy.hear(message)
             case LeaveGroup(lease_indices=indices):
                 if indices is not None:
                     # The coordinator sends this too, but later.

@@ -38,6 +38,8 @@ class RunningState:
     blocks: Blocks
     hashes: list[bytes]
     prefill_stats: Any
+    preemptions: int = 0
+    """How often it has lost its blocks in this group: between two losses, full ones stay true."""
 
     def tokens(self) -> list[int]:
         """Return the generated tokens."""

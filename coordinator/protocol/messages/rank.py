@@ -143,6 +143,18 @@ class Probed(msgspec.Struct, frozen=True):
         return not self.error_nats <= self.error_max_nats
 
 
+class PreCopyProgress(msgspec.Struct, frozen=True):
+    """What a rank has copied for the switch of `epoch` while its group served.
+
+    `round` is the last round that it has finished, `bytes` are those of KV that it pulled from
+    other ranks in all rounds.
+    """
+
+    epoch: int
+    round: int = 0
+    bytes: int = 0
+
+
 class Report(Message, frozen=True):
     """State of a rank, sent at intervals and on every change.
 
@@ -192,6 +204,7 @@ class Report(Message, frozen=True):
     oom_formation: int = 0
     """The formation in which a step of this rank ran out of device memory; 0 is none. It is
     reported until the rank serves in another one."""
+    precopy: PreCopyProgress | None = None
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -199,6 +212,16 @@ class Grant(msgspec.Struct, frozen=True):
 
     ranks: tuple[Rank, ...]
     pages: int
+
+
+class PreCopyOrder(msgspec.Struct, frozen=True):
+    """Copy full blocks of running tasks to where the target wants them, while groups serve.
+
+    In this round the leader of each old group may keep the granted pages of its lease from tasks.
+    """
+
+    round: int
+    grants: tuple[Grant, ...]
 
 
 class Directive(Message, frozen=True):
@@ -210,7 +233,8 @@ class Directive(Message, frozen=True):
     it: a follower need not wait for the leave message. SERVE fills `grants`. `retentions` lists the
     lease indices of unbound groups that members retain. `movers` are the parked ranks that copy KV
     in MOVE. `moved` is the last committed migration that this rank can have taken part in: if it
-    took part in another one and reads a later stage, that one was not committed.
+    took part in another one and reads a later stage, that one was not committed. While PARK has a
+    `precopy` order, groups that are not in the target serve.
     """
 
     incarnation: int
@@ -225,6 +249,7 @@ class Directive(Message, frozen=True):
     retentions: tuple[LeaseRetention, ...] = ()
     movers: tuple[Rank, ...] = ()
     moved: int = 0
+    precopy: PreCopyOrder | None = None
 
 
 class Place(Message, frozen=True):

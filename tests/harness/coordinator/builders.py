@@ -11,6 +11,8 @@ from coordinator.protocol.messages.rank import (
     LeaseRetention,
     LinkCut,
     PageReport,
+    PreCopyOrder,
+    PreCopyProgress,
     RankHello,
     Report,
 )
@@ -54,6 +56,7 @@ def directive(
     incarnation: int = 1,
     moved: int = 0,
     movers: Sequence[int] | None = None,
+    precopy: PreCopyOrder | None = None,
 ) -> Directive:
     """What all ranks are told; all of them move, if not told otherwise."""
     incarnations = dict.fromkeys(wanted.layout.ranks, 1) | (members or {})
@@ -70,6 +73,7 @@ def directive(
         retentions=tuple(retentions),
         moved=moved,
         movers=tuple(map(Rank, movers)) if movers is not None else wanted.layout.ranks,
+        precopy=precopy,
     )
 
 
@@ -136,6 +140,7 @@ def report(
     links: Sequence[LinkCut] = (),
     closed: Sequence[tuple[Rank, ...]] = (),
     free_pages_after_commit: int = 0,
+    precopy: PreCopyProgress | None = None,
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -159,6 +164,7 @@ def report(
         links=tuple(links),
         closed=tuple(closed),
         free_pages_after_commit=free_pages_after_commit,
+        precopy=precopy,
     )
 
 

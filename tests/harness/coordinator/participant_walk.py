@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Directive, Grant
+from coordinator.protocol.messages.rank import Directive, Grant, PreCopyOrder
 from coordinator.protocol.switch_actions import Leave, Move, Reshard, Serve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.switch_state import SwitchState
@@ -58,6 +58,7 @@ def irregular(epoch: int, phase: Phase, peer: int) -> Iterator[dict[str, Any]]:
             yield {"answers_ms": 2 * LEASE_MS}
             yield {"moved": epoch - 1}
             yield {"moved": epoch - 1, "members": {peer: 2}}
+            yield {"precopy": PreCopyOrder(1, ())}
         case Phase.MOVE:
             yield {"movers": ()}
         case Phase.SWAP:

@@ -9,7 +9,9 @@ from tests.harness.coordinator.builders import hello, layout, report
 from tests.transcripts.cell import Cell
 
 
-def settings(health: OutlierSettings | None = None, **changes: int) -> SwitchSettings:
+def settings(
+    health: OutlierSettings | None = None, *, precopy: bool = False, **changes: int
+) -> SwitchSettings:
     times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
     return SwitchSettings(
         initial=layout("tp2+dp2"),
@@ -17,6 +19,7 @@ def settings(health: OutlierSettings | None = None, **changes: int) -> SwitchSet
         records_max=3,
         default_carry=Carry.RECOMPUTE,
         health=health or OutlierSettings(),
+        precopy=precopy,
         **times,
     )
 
@@ -24,9 +27,9 @@ def settings(health: OutlierSettings | None = None, **changes: int) -> SwitchSet
 class Ranks:
     """Four ranks that report whatever the test wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, precopy: bool = False) -> None:
         self.roster = Roster(4)
-        self.switcher = Switcher(settings(), self.roster, 0)
+        self.switcher = Switcher(settings(precopy=precopy), self.roster, 0)
         self.now_ms = 0
         for rank in range(4):
             self.hear(rank, Stage(0, Phase.PARK))

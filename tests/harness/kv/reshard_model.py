@@ -84,6 +84,14 @@ class Model:
                     for part in range(share):
                         where = Unit(rank, int(slot) * share + part)
                         memory[where] = (content, place * share + part)
+        for each in self.given.early:
+            ranks = next(group.ranks for group in self.given.new if each.rank in group.ranks)
+            share, place = self.units // len(ranks), ranks.index(each.rank)
+            contents = self.contents(each.id)
+            for at, slot in zip(each.places.tolist(), each.slots.tolist(), strict=True):
+                for part in range(share):
+                    where = Unit(each.rank, slot * share + part)
+                    memory[where] = (contents[at], place * share + part)
         return memory
 
     def pages(self, group: OldGroup, chain: Chain) -> set[tuple[int, int]]:
@@ -100,6 +108,9 @@ class Model:
         free = {(rank, int(page)) for rank, pages in self.given.free.items() for page in pages}
         for number, chain in self.chains.values():
             free |= self.pages(self.given.old[number], chain)
+        for each in self.given.early:
+            width = next(len(group.ranks) for group in self.given.new if each.rank in group.ranks)
+            free |= {(each.rank, slot // width) for slot in each.slots.tolist()}
         return free
 
 

@@ -46,7 +46,7 @@ class FakeRequest:
         self.tokens: list[int] = []
         self.planned = 0
         """Tokens that in-flight steps will give it."""
-        self.computed = self.in_flight = 0
+        self.computed = self.in_flight = self.preemptions = 0
         self.blocks: list[int] = []
 
     @property
@@ -159,6 +159,8 @@ class FakeScheduler:
         self._late: list[tuple[int, list[int]]] = []
         """Blocks that are free once the step of this number is over."""
         self._bundles: list[set[int]] = []
+        self.aside: set[int] = set()
+        """Lease indices that no task gets."""
         self._planned = self._over = 0
         """Numbers of the last step that was planned, and of the last one that is over."""
 
@@ -214,12 +216,27 @@ class FakeScheduler:
         granted = self._blocks(indices)
         assert 0 not in granted, "the null page cannot be granted."
         assert self._used() <= granted, "a task holds a block that is not granted."
+        self.aside.clear()
         self._set(granted)
 
     def withdraw(self) -> LeaseIndices:
         used = {block // self.slots_per_page for block in self._used()}
         self._bundles = [each for each in self._bundles if each & used]
         return np.array(sorted(used.union(*self._bundles)), dtype=np.int64)
+
+    def set_aside(self, pages: int) -> LeaseIndices:
+        free = {*self._free}
+        bundled = set[int]().union(*self._bundles)
+        for index in sorted({block // self.slots_per_page for block in free} - bundled):
+            if len(self.aside) < pages and (blocks := self._blocks([index])) <= free:
+                self.aside.add(index)
+                self._set(self._granted - blocks)
+        return np.array(sorted(self.aside), dtype=np.int64)
+
+    def give_back(self) -> None:
+        blocks = self._blocks(self.aside)
+        self.aside.clear()
+        self._set(self._granted | blocks)
 
     def holders_of(self, indices: LeaseIndices) -> list[str]:
         blocks = self._blocks(indices)
@@ -295,6 +312,7 @@ class FakeScheduler:
             if last is not wants and not last.in_flight:
                 self._release(last)
                 last.computed = 0
+                last.preemptions += 1
                 self.preemptions += 1
                 if last in self.running:
                     self.running.remove(last)
@@ -378,6 +396,7 @@ class FakeScheduler:
             np.array(blocks, dtype=np.int64),
             [],
             None,
+            request.preemptions,
         )
 
     def written_blocks(self) -> Blocks:

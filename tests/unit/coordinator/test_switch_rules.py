@@ -41,6 +41,7 @@ WORLDS = (
     (0, 1, ("dp4", "tp2+dp2", "off1+dp3"), ALL_PLANS),
     (1, 2, ("tp2+dp2",), (Carry.RESHARD,)),
     (1, 2, ("tp2+dp2",), (Carry.SPECULATE,)),
+    (0, 2, ("tp2+dp2",), (Carry.RESHARD,)),
     (0, 2, ("tp2+dp2",), (Carry.DRAIN,)),
     (0, 2, ("tp2+dp2",), (Carry.SPECULATE,)),
     (0, 2, ("tp2+dp2",), (Carry.PAUSE,)),

@@ -1,10 +1,12 @@
 """vLLM adapter: which blocks of a mode's block pool may be allocated."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+
+from worker.engine.scheduling.handover import forget_hashes
 
 
 class BlockGrants:
@@ -26,6 +28,8 @@ class BlockGrants:
         """Lease indices that tasks held when the mode was parked; None: it was granted since."""
         self._bundles: list[npt.NDArray[np.int64]] = []
         """Sets of lease indices whose blocks a migration interleaved: kept or freed as one."""
+        self._aside: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Lease indices that no task gets, as copies go there."""
         pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
         self._count()
 
@@ -67,6 +71,45 @@ class BlockGrants:
         if indices.size:
             self._bundles.append(indices)
 
+    def set_aside(self, pages: int) -> npt.NDArray[np.int64]:
+        """Keep this many lease indices from tasks, if their blocks are free; return all of them.
+
+        Takes those that vLLM would use next, so that cached blocks stay as long as possible. The
+        blocks of a bundle share pages with other blocks, so none of it is taken.
+        """
+        found: list[int] = []
+        free = np.zeros(self.indices, dtype=np.int64)
+        for each in self._bundles:
+            free[each] = -self.slots_per_page
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block.block_id >= 0 and self._aside.size + len(found) < pages:
+            index = block.block_id // self.slots_per_page
+            free[index] += 1
+            if free[index] == self.slots_per_page:
+                found.append(index)
+            block = block.next_free_block
+        if found:
+            numbers = self._blocks_of(found)
+            if self._pool.enable_caching:
+                forget_hashes(self._pool, numbers.tolist())
+            wanted = self._granted.copy()
+            wanted[numbers] = False
+            self._set(wanted)
+            self._aside = np.sort(np.append(self._aside, found))
+        return self._aside
+
+    def give_back(self) -> None:
+        """Let tasks have all that is set aside."""
+        wanted = self._granted.copy()
+        wanted[self._blocks_of(self._aside)] = True
+        self._aside = self._aside[:0]
+        self._set(wanted)
+
+    def _blocks_of(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        first = np.asarray(indices, dtype=np.int64)[:, np.newaxis] * self.slots_per_page
+        blocks: npt.NDArray[np.int64] = (first + np.arange(self.slots_per_page)).reshape(-1)
+        return blocks
+
     @property
     def indices(self) -> int:
         """The number of possible lease indices, including the null page's."""
@@ -90,6 +133,7 @@ class BlockGrants:
         wanted.reshape(-1, self.slots_per_page)[indices] = True
         assert not wanted[0], "the null page cannot be granted."
         assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
+        self._aside = self._aside[:0]
         self._set(wanted)
 
     def _set(self, wanted: npt.NDArray[np.bool_]) -> None:

@@ -84,6 +84,7 @@ def running_state(request: Request, block_ids: Sequence[int], block_tokens: int)
         blocks,
         [bytes(each) for each in request.block_hashes],
         request.prefill_stats,
+        request.num_preemptions,
     )
 
 

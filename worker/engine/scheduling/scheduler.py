@@ -167,6 +167,7 @@ class ModeScheduler(Scheduler):
         self.kv_holding_waiting.remove_request(last)
         self.kv_cache_manager.free(last)
         last.num_computed_tokens = 0
+        last.num_preemptions += 1
         self.waiting.prepend_request(last)
 
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -343,6 +344,14 @@ class ModeScheduler(Scheduler):
         """Bind: allow allocation from the pages of these lease indices."""
         self.tidy()
         self.grants.grant(indices)
+
+    def set_aside(self, pages: int) -> npt.NDArray[np.int64]:
+        """Keep this many free lease indices from tasks; return all that are set aside."""
+        return self.grants.set_aside(pages)
+
+    def give_back(self) -> None:
+        """Let tasks have all that is set aside."""
+        self.grants.give_back()
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
         """Return tasks with a block in one of these lease indices; the mode is not bound."""

@@ -142,6 +142,10 @@ class CopyRounds:
         self._stats = MoveStats(0, 0, 0.0)
         self._copied: tuple[int, MoveStats] | None = None
 
+    def another_thread(self) -> CopyThread:
+        """Return a second user of this rank's copy thread."""
+        return self._copies.another()
+
     def wait(
         self, condition: Callable[[], bool], overtaken: Callable[[], bool], complaint: str
     ) -> None:

@@ -32,14 +32,20 @@ class _AtOnce(Executor):
 class CopyThread:
     """Runs the copies of one migration at a time; used by the rank's main loop alone."""
 
-    def __init__(self, engine: Engine, host: Host) -> None:
+    def __init__(self, engine: Engine, host: Host, thread: Executor | None = None) -> None:
+        """`thread` is that of others, whose copies are over when these begin."""
         self._engine = engine
-        self._thread: Executor = _AtOnce()
-        if not engine.is_synchronous:
+        self._thread: Executor = thread or _AtOnce()
+        if thread is None and not engine.is_synchronous:
             self._thread = host.copy_thread(engine.copy_aside)
+        self._host = host
         self._starts: list[Future[_Start]] = []
         self._concluded: list[Future[_Start]] = []
         self._end: Future[MoveStats] | None = None
+
+    def another(self) -> "CopyThread":
+        """Return a second user of the same thread."""
+        return CopyThread(self._engine, self._host, self._thread)
 
     def begin(self, copies: Round, units: int) -> threading.Event:
         """Start these copies after those before them.

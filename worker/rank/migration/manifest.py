@@ -21,11 +21,13 @@ from kvadaptor.reshard.plan import plan_reshard
 from kvadaptor.reshard.terms import (
     Carried,
     Chain,
+    EarlyBlocks,
     NewGroup,
     OldGroup,
     ReshardInput,
     ReshardPlan,
 )
+from worker.rank.migration.early_copy import EarlyCopy, true_blocks
 from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import CachedChain, RunningState
 
@@ -68,7 +70,7 @@ class Manifest:
     this rank (wide groups; int32). `indices` are the lease indices in use, by group. `num_pages`
     counts all pages of the rank, page 0 included: ranks may have different numbers. Only the leader
     fills the rest. `written` are the logical blocks that the in-flight step writes, of
-    running and of ended tasks.
+    running and of ended tasks. Every rank fills `early`.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Manifest:
     cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    early: tuple[EarlyCopy, ...] = ()
 
     def __reduce__(self) -> Any:
         """Pack the blocks of all tasks into one array: 200 small ones cost 2 ms at each end."""
@@ -98,13 +101,14 @@ class Manifest:
             self.indices,
             self.num_pages,
         )
-        return _unpacked, (rest, bare, joined(blocks), sizes, self.chains, self.written)
+        more = self.chains, self.written, self.early
+        return _unpacked, (rest, bare, joined(blocks), sizes, *more)
 
 
 _Bare = tuple[
     tuple[TaskHeader, int, int, bytes],
     tuple[str, bytes, int, int, int],
-    tuple[list[bytes], Any],
+    tuple[list[bytes], Any, int],
 ]
 """The fields of a `TaskSnapshot`: before its state, and of its state around the blocks."""
 
@@ -114,7 +118,7 @@ def _without_blocks(cargo: TaskSnapshot) -> _Bare:
     return (
         (cargo.header, cargo.attempt, cargo.emitted, cargo.payload),
         (state.task, state.generated, state.count, state.computed, state.settled),
-        (state.hashes, state.prefill_stats),
+        (state.hashes, state.prefill_stats, state.preemptions),
     )
 
 
@@ -125,13 +129,14 @@ def _unpacked(
     sizes: Sequence[int],
     chains: tuple[CachedChain, ...],
     written: Ints,
+    early: tuple[EarlyCopy, ...],
 ) -> Manifest:
     """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
         TaskSnapshot(*fields, RunningState(*head, own, *tail))
         for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
-    return Manifest(*rest, cargo, chains, written)
+    return Manifest(*rest, cargo, chains, written, early)
 
 
 def nothing_of(manifest: Manifest) -> Manifest:
@@ -140,8 +145,19 @@ def nothing_of(manifest: Manifest) -> Manifest:
     return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, *own)
 
 
-def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: int) -> Manifest:
-    """Return the manifest of this rank and of the group that it has left, if any."""
+def manifest_of(
+    runtime: Runtime,
+    rank: Rank,
+    group: Group | None,
+    formation: int,
+    early: tuple[EarlyCopy, ...] = (),
+    *,
+    is_serving: bool = False,
+) -> Manifest:
+    """Return the manifest of this rank and of the group that it has left, if any.
+
+    A group that `is_serving` has not been left yet: its manifest has what early copies need.
+    """
     pool = runtime.engine.pages
     free, num_pages = pool.free_pages(), runtime.engine.kv.num_pages
     indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
@@ -155,18 +171,20 @@ def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: in
     written = _NO_PAGES
     if mode.scheduler is not None:
         page_bytes = runtime.engine.kv.geometry.page_bytes // group.width
-        states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
+        states, found = mode.scheduler.movable(0 if is_serving else CACHED_BYTES_MAX // page_bytes)
         led = [(runtime.book.get(TaskId(state.task)), state) for state in states]
         cargo = tuple(
-            TaskSnapshot(each.header, each.attempt, each.emitted, each.payload, state)
+            TaskSnapshot(
+                each.header, each.attempt, each.emitted, b"" if is_serving else each.payload, state
+            )
             for each, state in led
             if each is not None
         )
         chains = tuple(found)
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
-    own = free, indices, num_pages
-    return Manifest(rank, ranks, formation, np.sort(pages), slots, *own, cargo, chains, written)
+    more = np.sort(pages), slots, free, indices, num_pages
+    return Manifest(rank, ranks, formation, *more, cargo, chains, written, early)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +249,18 @@ def renumbered(blocks: Ints, binding: Binding, indices: Ints) -> Ints:
     return width * indices[blocks // width - 1] + blocks % width
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Component:
+    """The part of a migration that contains one rank; `given` is None without a new group."""
+
+    ranks: Ranks
+    bindings: tuple[Binding, ...]
+    groups: tuple[Ranks, ...]
+    cargo: Mapping[str, tuple[int, TaskSnapshot]]
+    chains: Mapping[str, CachedChain]
+    given: ReshardInput | None
+
+
 def plan_move(
     rank: int,
     manifests: Mapping[int, Manifest],
@@ -241,31 +271,11 @@ def plan_move(
 
     A rank that joined before a migration was wanted takes no part, so its group takes none either.
     """
-    whole = _whole_groups(manifests)
-    newest = _newest_attempts(manifests[group[0]] for group in whole)
-    bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
-    ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
-    mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
-    groups = [group for group in whole if set(group) <= set(ranks)]
-    if not mine:
+    found = component_of(rank, manifests, target, geometry)
+    ranks, groups, given = found.ranks, found.groups, found.given
+    if given is None:
         plan = ReshardPlan(geometry.num_kv_heads, 0, (), (), (), (), (), 0)
-        return MigrationPlan(ranks, (), plan, (), {}, {}, tuple(groups), None, {})
-    alone = sorted(set(ranks).difference(*groups))
-    cargo: dict[str, tuple[int, TaskSnapshot]] = {}
-    chains: dict[str, CachedChain] = {}
-    tokens = geometry.tokens_per_slot
-    old = [_old_group(group, manifests, cargo, chains, tokens, newest) for group in groups]
-    old += [OldGroup((each,)) for each in alone]
-    reserved = dict(target.reserved)
-    given = ReshardInput(
-        num_kv_heads=geometry.num_kv_heads,
-        num_pages={each: manifests[each].num_pages for each in ranks},
-        old=tuple(sorted(old, key=lambda group: group.ranks)),
-        new=tuple(
-            NewGroup(tuple(each.group.ranks), reserved.get(each.group.leader, 0)) for each in mine
-        ),
-        free={each: _free(manifests, each, old) for each in ranks},
-    )
+        return MigrationPlan(ranks, (), plan, (), {}, {}, groups, None, {})
     plan = plan_reshard(given)
     indices = tuple(
         _fresh_indices(
@@ -279,9 +289,56 @@ def plan_move(
     )
     spoils_from = _spoils_from(plan, given)
     written = _written(plan.units, groups, manifests)
+    bindings, cargo, chains = found.bindings, found.cargo, found.chains
     return MigrationPlan(
-        ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from, written
+        ranks, bindings, plan, indices, cargo, chains, groups, spoils_from, written
     )
+
+
+def component_of(
+    rank: int,
+    manifests: Mapping[int, Manifest],
+    target: Target,
+    geometry: PageGeometry,
+    *,
+    is_serving: bool = False,
+) -> Component:
+    """Return the component of a rank, from manifests of groups that were left or are serving."""
+    whole = _whole_groups(manifests)
+    newest = _newest_attempts(manifests[group[0]] for group in whole)
+    bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
+    ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
+    mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
+    groups = tuple(group for group in whole if set(group) <= set(ranks))
+    if not mine:
+        return Component(ranks, (), groups, {}, {}, None)
+    alone = sorted(set(ranks).difference(*groups))
+    cargo: dict[str, tuple[int, TaskSnapshot]] = {}
+    chains: dict[str, CachedChain] = {}
+    tokens = geometry.tokens_per_slot
+    old = [
+        _old_group(group, manifests, cargo, chains, tokens, newest, is_serving=is_serving)
+        for group in groups
+    ]
+    old += [OldGroup((each,)) for each in alone]
+    reserved = dict(target.reserved)
+    early = true_blocks(
+        {each: manifests[each].early for each in ranks},
+        {int(member): each.group.width for each in mine for member in each.group.ranks},
+        {name: (leader, each.attempt, each.state) for name, (leader, each) in cargo.items()},
+        {chain.id: chain.size for group in old for chain in group.chains},
+    )
+    given = ReshardInput(
+        num_kv_heads=geometry.num_kv_heads,
+        num_pages={each: manifests[each].num_pages for each in ranks},
+        old=tuple(sorted(old, key=lambda group: group.ranks)),
+        new=tuple(
+            NewGroup(tuple(each.group.ranks), reserved.get(each.group.leader, 0)) for each in mine
+        ),
+        free={each: _free(manifests, each, old, mine, early) for each in ranks},
+        early=early,
+    )
+    return Component(ranks, mine, groups, cargo, chains, given)
 
 
 def _written(
@@ -355,10 +412,22 @@ def _old_group(
     chains: dict[str, CachedChain],
     block_tokens: int,
     newest: Mapping[str, int],
+    *,
+    is_serving: bool = False,
 ) -> OldGroup:
+    """Return a group with its chains; one that `is_serving` has those of full blocks alone.
+
+    These have no keys: another task may give up an equal block at any time.
+    """
     leader = manifests[group[0]]
     running = [each for each in leader.cargo if each.attempt >= newest[each.state.task]]
-    blocks = [each.state.blocks for each in running] + [each.blocks for each in leader.chains]
+    if is_serving:
+        running = [each for each in running if each.state.settled >= block_tokens]
+    blocks = [
+        each.state.blocks[: each.state.settled // block_tokens] if is_serving else each.state.blocks
+        for each in running
+    ]
+    blocks += [each.blocks for each in leader.chains]
     numbers = joined(blocks)
     tables = [manifests[member].slots for member in group]
     rows = [numbers] if len(group) == 1 else [table[numbers] for table in tables]
@@ -367,7 +436,7 @@ def _old_group(
     for each in running:
         cargo[each.state.task] = (leader.rank, each)
         # A block that is not full will be written to, so it cannot be shared.
-        full = each.state.hashes[: each.state.computed // block_tokens]
+        full = [] if is_serving else each.state.hashes[: each.state.computed // block_tokens]
         keys = (*full, *((None,) * (each.state.blocks.size - len(full)))) if full else ()
         tier = int(each.header.tier)
         made.append(Chain(each.state.task, next(slots), tier=tier, keys=keys))
@@ -380,11 +449,24 @@ def _old_group(
     return OldGroup(group, tuple(made))
 
 
-def _free(manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup]) -> Ints:
+def _free(
+    manifests: Mapping[int, Manifest],
+    rank: int,
+    old: Iterable[OldGroup],
+    bindings: Iterable[Binding],
+    early: Iterable[EarlyBlocks],
+) -> Ints:
     """Return pages that a migration may use on this rank: free ones, or the old group's unused.
 
-    Pages that an in-flight step writes are excluded.
+    Pages that an in-flight step writes are excluded, and those of early copies.
     """
+    pages = _free_pages(manifests, rank, old)
+    width_of = {int(member): each.group.width for each in bindings for member in each.group.ranks}
+    held = [each.slots // width_of[rank] for each in early if each.rank == rank]
+    return pages[~np.isin(pages, joined(held))] if held else pages
+
+
+def _free_pages(manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup]) -> Ints:
     manifest = manifests[rank]
     for group in old:
         if rank in group.ranks and manifest.ranks == group.ranks:

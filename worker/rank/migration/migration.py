@@ -38,6 +38,7 @@ from worker.rank.migration.manifest import (
     nothing_of,
 )
 from worker.rank.migration.plan_ahead import MigrationPlanner, log_shortage
+from worker.rank.migration.precopy import PreCopy
 from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import RunningState, prefixes_of
 
@@ -58,6 +59,10 @@ class Migration:
         self._pending: PreparedMigration | None = None
         self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on, runtime.host)
         self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
+        self.precopy = PreCopy(
+            *(runtime, self.planning, mailboxes, rank),
+            *(self._rounds.another_thread(), self._rounds.end),
+        )
         self._publication: tuple[EngineScheduler | None, list[RunningState]] | None = None
         """The scheduler and the tasks of the manifest, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
@@ -96,6 +101,7 @@ class Migration:
     def joined(self) -> None:
         """Note that the rank joined a group: no task waits for a migration any more."""
         self._group = None
+        self.precopy.forget()
 
     def on_leave(self, binding: Binding) -> None:
         """Note that the rank left this group; its tasks may migrate, so their pages stay."""
@@ -107,6 +113,7 @@ class Migration:
         """Note that pages of a group were given up: without this share its tasks cannot migrate."""
         if self._group is not None and self._group.ranks == ranks:
             self._group = None
+            self.precopy.forget()
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -133,7 +140,8 @@ class Migration:
         self._is_published = True
         # A peer that has read the new manifest may copy from and to these pages.
         self._rounds.end()
-        manifest = manifest_of(self._runtime, self._rank, self._group, self._formation)
+        early = self.precopy.held(epoch)
+        manifest = manifest_of(self._runtime, self._rank, self._group, self._formation, early)
         try:
             self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except MailboxFullError:
@@ -296,6 +304,7 @@ class Migration:
         """On commit continue with the adopted tasks; else keep the old ones or apply the plan."""
         pending, self._pending = self._pending, None
         self._publication, self._is_published = None, False
+        self.precopy.forget()
         self.adopted = ()
         self._runtime.steps.run_deferred()
         self._runtime.steps.finish_inflight()

@@ -1,0 +1,100 @@
+"""Cells whose ranks copy KV before they leave their groups: nothing is lost, and it is used.
+
+After each tick, each page of a serving group is its scheduler's or set aside. More seeds are in
+`test_seeds`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+
+from tests.simulation.mutations import Patch, patched
+from tests.simulation.seeds import PRECOPY
+from tests.simulation.sim_scheduler import SimScheduler
+from tests.simulation.stats import Stats
+from tests.simulation.sweep import failure_of, world_of
+from worker.io.step_queue import SetAside
+from worker.rank.migration import early_copy, manifest
+from worker.rank.migration.early_copy import EarlyCopy
+from worker.rank.migration.precopy import PreCopy
+
+SEEDS = (2, *range(8, 16))
+SEEDS_OF_A_BUG = 400
+
+
+@functools.cache
+def run(seed: int) -> Stats:
+    return world_of(seed, PRECOPY).run()
+
+
+def test_they_hold_where_kv_is_copied_before_groups_are_left() -> None:
+    for seed in SEEDS:
+        run(seed)
+
+
+def test_simulations_copy_early() -> None:
+    assert sum(run(seed).precopied for seed in SEEDS) > 50
+
+
+_true_blocks = early_copy.true_blocks
+
+
+def _all_are_true(early: Any, width_of: Any, tasks: Any, sizes: Any) -> Any:
+    """Whatever has become of the task, its early copies count."""
+    now = {rank: [_as_of_now(each, tasks) for each in copies] for rank, copies in early.items()}
+    return _true_blocks(now, width_of, tasks, sizes)
+
+
+def _as_of_now(copy: EarlyCopy, tasks: Any) -> EarlyCopy:
+    if copy.task not in tasks:
+        return copy
+    leader, attempt, state = tasks[copy.task]
+    is_there = copy.places < state.blocks.size
+    places = copy.places[is_there]
+    return dataclasses.replace(
+        copy,
+        leader=leader,
+        attempt=attempt,
+        preemptions=state.preemptions,
+        places=places,
+        blocks=state.blocks[places],
+        slots=copy.slots[is_there],
+    )
+
+
+_hear = PreCopy.hear
+
+
+def _hears_no_end(self: PreCopy, message: SetAside) -> None:
+    if message.lease_indices is not None:
+        _hear(self, message)
+
+
+def _keeps_nothing_aside(self: SimScheduler, pages: int) -> Any:
+    """Tasks may get the pages all the same."""
+    found = _set_aside(self, pages)
+    self.give_back()
+    return found
+
+
+_set_aside = SimScheduler.set_aside
+
+BUGS: dict[str, tuple[Patch, ...]] = {
+    "copies count whatever becomes of the task": ((manifest, "true_blocks", _all_are_true),),
+    "pages are not kept from tasks": ((SimScheduler, "set_aside", _keeps_nothing_aside),),
+}
+FOUND_BY = {
+    "copies count whatever becomes of the task": 128,
+    "pages are not kept from tasks": 2,
+}
+"""Seeds that are tried first."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.timeout(600)
+def test_a_bug_is_found(bug: str) -> None:
+    with patched(BUGS[bug]):
+        seeds = [FOUND_BY[bug], *range(SEEDS_OF_A_BUG)]
+        assert any(failure_of(seed, kind=PRECOPY) for seed in seeds), f"no seed finds: {bug}"

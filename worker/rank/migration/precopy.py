@@ -1,0 +1,342 @@
+"""Copies full blocks of running tasks to where a switch wants them, while their groups serve.
+
+Full blocks never change, so what is copied stays true until the task loses its blocks. In each
+round that the coordinator orders, a rank publishes what its group runs, waits for its peers, and
+pulls what it will need into pages that its leader has set aside. The migration that follows plans
+from what each rank holds by then, so an unfinished or lost round costs nothing but time. Used by
+the rank's main loop alone, at safe points.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import structlog
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.rank import Directive, PreCopyOrder, PreCopyProgress
+from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.terms import Binding
+from kvadaptor.reshard.early import EarlyPlan
+from kvadaptor.reshard.terms import ReshardError
+from kvadaptor.transfer.mailbox import MailboxFullError, RankMailbox
+from kvadaptor.transfer.rounds import MoveError, by_source
+from worker.io.step_queue import SetAside
+from worker.rank.migration.copy_thread import CopyThread
+from worker.rank.migration.early_copy import EarlyCopy
+from worker.rank.migration.early_plan import plan_early_copies
+from worker.rank.migration.manifest import Ints, manifest_of
+from worker.rank.migration.plan_ahead import MigrationPlanner
+from worker.rank.runtime_protocol import Runtime
+
+log = structlog.get_logger()
+
+STEP_BYTES = 256 << 10
+"""KV copied between two steps where copies and steps share the processor."""
+
+BESIDE_BYTES = 32 << 20
+"""KV copied at a time where copies run beside steps: less than 0.2 ms over NVLink."""
+
+ORDER_LIMIT_S = 5.0
+"""A rank whose orders end for this long gives pages back: its coordinator may be gone."""
+
+ROUNDS_PER_EPOCH = 1 << 10
+"""Rounds of an epoch, at most; mailboxes number rounds below 0, and migrations above."""
+
+_NO_INDICES: Ints = np.zeros(0, dtype=np.int64)
+_NOTHING_ASIDE = 0, 0, _NO_INDICES
+
+POLL_S = 0.0001
+"""How often a rank looks whether its copies are over."""
+
+
+class PreCopy:
+    """The early copies of one rank for one switch at a time."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        planner: MigrationPlanner,
+        mailboxes: Mapping[Rank, RankMailbox],
+        rank: Rank,
+        copies: CopyThread,
+        end_migration: Callable[[], None],
+    ) -> None:
+        """`end_migration` waits for copies of the last migration."""
+        self._runtime = runtime
+        self._planner = planner
+        self._mailboxes = mailboxes
+        self._rank = rank
+        self._copies = copies
+        self._end_migration = end_migration
+        self.progress: PreCopyProgress | None = None
+        """What the coordinator hears of it."""
+        self._binding: Binding | None = None
+        """The serving group whose pages are set aside."""
+        self._order: tuple[int, int] = (0, 0)
+        """The epoch and the round that this rank works on, or has finished."""
+        self._began_ns = 0
+        self._is_done = True
+        self._is_published = False
+        self._is_settled: Callable[[], bool] = lambda: True
+        """Whether the device has computed all steps before pages were set aside."""
+        self._aside: tuple[int, int, Ints] = _NOTHING_ASIDE
+        """The epoch and the round for which its leader set lease indices aside, and these."""
+        self._plan: EarlyPlan | None = None
+        self._planned: Mapping[str, EarlyCopy] = {}
+        self._next = self._copied = 0
+        """Blocks of the plan whose copies have begun, and that are copied."""
+        self._held: list[EarlyCopy] = []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the switch for which it copies or has copied; 0 is none."""
+        return self._order[0]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a round is under way."""
+        return not self._is_done
+
+    def concerns(self, participant: SwitchParticipant) -> bool:
+        """Return whether this rank is to copy while its group serves, or has copied."""
+        return participant.precopy is not None or self.epoch > 0
+
+    # ------------------------------------------------------------------ rounds
+
+    def advance(self, directive: Directive, binding: Binding) -> bool:
+        """Do the next bit of the round that the directive orders; return whether one has ended.
+
+        Raises `PeerLostError` and TimeoutError if followers do not read their queue.
+        """
+        order = directive.precopy
+        assert order is not None
+        epoch, host = directive.stage.epoch, self._runtime.host
+        if epoch != self.epoch:
+            self.end()
+            self._began_ns = host.now_ns()
+        if (epoch, order.round) > self._order:
+            self._stop()
+            self._begin((epoch, order.round), binding, order)
+        elif self._binding is not None and host.now_ns() - self._began_ns > ORDER_LIMIT_S * 1e9:
+            log.warning("precopy_too_long", epoch=epoch, advice="pages go back to running tasks")
+            self._give_back()
+        if self._is_done or not self._publish(binding):
+            return False
+        if self._plan is None and not self._find_plan(directive):
+            return False
+        if not self._copy_next():
+            return False
+        self._finish_round()
+        return True
+
+    def _begin(self, number: tuple[int, int], binding: Binding, order: PreCopyOrder) -> None:
+        """Begin a round; a leader sets pages aside."""
+        self._order, self._binding = number, binding
+        self._is_done = self._is_published = False
+        # A peer that reads the manifest looks for KV where copies of the last migration may write.
+        self._end_migration()
+        scheduler = self._runtime.mode_of(binding.group).scheduler
+        if scheduler is not None:
+            granted = {each.ranks: each.pages for each in order.grants}
+            indices = scheduler.set_aside(granted.get(binding.group.ranks, 0))
+            self._runtime.lead(SetAside(binding.formation, *number, (*indices.tolist(),)))
+            self._aside = *number, indices
+            self._is_settled = lambda: True
+
+    def _publish(self, binding: Binding) -> bool:
+        """Publish what the group runs; return whether that is done.
+
+        A follower does so when it has computed all that its leader had when it set pages aside: its
+        KV is then there for all blocks that are full in the leader's manifest.
+        """
+        if self._is_published:
+            return True
+        if self._aside[:2] != self._order or not self._is_settled():
+            return False
+        manifest = manifest_of(
+            self._runtime,
+            self._rank,
+            binding.group,
+            binding.formation,
+            self.held(self.epoch),
+            is_serving=True,
+        )
+        self._is_published = True
+        try:
+            message = pickle.dumps(manifest, protocol=5)
+            self._mailboxes[self._rank].publish(_key(self._order), message)
+        except MailboxFullError as error:
+            log.warning("precopy_too_large", reason=str(error), advice="more moves at the switch")
+        return True
+
+    def hear(self, message: SetAside) -> None:
+        """Take in what the leader of this group has set aside, or gives back to its tasks."""
+        if message.lease_indices is None:
+            self.forget()
+            self._aside = _NOTHING_ASIDE
+        else:
+            indices = np.array(message.lease_indices, dtype=np.int64)
+            self._aside = message.epoch, message.round, indices
+            self._is_settled = self._runtime.engine.done()
+
+    def _find_plan(self, directive: Directive) -> bool:
+        """Plan this round, once all ranks that change their group have published; else False."""
+        target, epoch = directive.target, directive.stage.epoch
+        changed = [each.group.ranks for each in target.bindings if each.formation == epoch]
+        ranks = self._planner.peers(directive, [rank for ranks in changed for rank in ranks])
+        messages: dict[int, bytes] = {}
+        for rank in ranks:
+            mailbox, key = self._mailboxes[rank], _key(self._order)
+            is_there = mailbox.epoch == key
+            messages[rank] = mailbox.message if is_there else b""
+            if not is_there or mailbox.epoch != key:
+                return False  # Not there yet, or replaced while it was read.
+        engine = self._runtime.engine
+        try:
+            manifests = {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
+            found = None
+            if self._rank in manifests and engine.mover.is_one_sided:
+                geometry, spare = engine.kv.geometry, self._spare()
+                found = plan_early_copies(self._rank, manifests, target, geometry, spare)
+        except ReshardError as error:
+            log.warning("precopy_not_planned", epoch=epoch, reason=str(error))
+            found = None
+        self._next = self._copied = 0
+        self._plan, self._planned = found or (_nothing(self._rank), {})
+        return True
+
+    def _spare(self) -> Ints:
+        """Return the pages of this rank that no task of any group gets."""
+        pool, binding, indices = self._runtime.engine.pages, self._binding, self._aside[2]
+        assert binding is not None
+        aside = indices
+        if binding.group.width > 1:
+            known, pages = pool.lease_of(binding.group.ranks)
+            aside = pages[np.isin(known, indices)]
+        return np.union1d(aside, pool.free_pages())
+
+    def _copy_next(self) -> bool:
+        """Let the next blocks be copied if those before them are; return whether all are."""
+        if not self._collect():
+            return False
+        plan, engine = self._plan, self._runtime.engine
+        assert plan is not None
+        if self._next == plan.size:
+            return True
+        unit_bytes = engine.kv.geometry.page_bytes // plan.units
+        at_once = STEP_BYTES if engine.is_synchronous else BESIDE_BYTES
+        blocks = max(1, at_once // (unit_bytes * plan.source_units.shape[1]))
+        first, self._next = self._next, min(plan.size, self._next + blocks)
+        copies, base = plan.copies(first, self._next), engine.spec.first
+        by_rank = {
+            self._rank - base: by_source(
+                copies.src_ranks - base, copies.src_units, copies.dst_units
+            )
+        }
+        self._copies.begin(by_rank, plan.units)
+        self._copies.conclude(lambda: None)
+        return self._collect() and self._plan is not None and self._next == self._plan.size
+
+    def _collect(self) -> bool:
+        """Take in copies that are over; return whether none is under way."""
+        if not self._copies.is_over:
+            return False
+        if self._copies.has_news:
+            try:
+                stats = self._copies.take()
+            except MoveError as error:
+                log.warning("precopy_failed", epoch=self.epoch, reason=str(error))
+                self._next = self._copied
+                if self._plan is not None:
+                    self._plan = replace(self._plan, slots=self._plan.slots[: self._copied])
+            else:
+                self._copied = self._next
+                self._count(stats.link_bytes)
+        return True
+
+    def _count(self, link_bytes: int, rounds: int = 0) -> None:
+        epoch, number = self._order
+        before = self.progress
+        if before is None or before.epoch != epoch:
+            before = PreCopyProgress(epoch)
+        self.progress = PreCopyProgress(
+            epoch, number if rounds else before.round, before.bytes + link_bytes
+        )
+
+    def _finish_round(self) -> None:
+        self._keep()
+        self._is_done = True
+        self._count(0, rounds=1)
+
+    def _keep(self) -> None:
+        """Remember what is copied of the plan."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        for each in self._planned.values():
+            is_copied = each.slots < self._copied
+            if is_copied.any():
+                slots = plan.slots[each.slots[is_copied]]
+                places, blocks = each.places[is_copied], each.blocks[is_copied]
+                self._held.append(replace(each, places=places, blocks=blocks, slots=slots))
+        self._planned = {}
+
+    # ------------------------------------------------------------------ what it comes to
+
+    def held(self, epoch: int) -> tuple[EarlyCopy, ...]:
+        """Return what this rank has copied for the switch of this epoch; its copies are over."""
+        return tuple(self._held) if epoch == self.epoch else ()
+
+    def unbound(self) -> None:
+        """Note that the rank leaves its group: wait for copies; the pages are as all others now."""
+        self._stop()
+        self._binding = None
+        self._aside = _NOTHING_ASIDE
+
+    def end(self) -> None:
+        """Give the pages back, and forget all copies: another layout or plan is wanted.
+
+        Raises as `advance` does.
+        """
+        if self._binding is not None:
+            self._give_back()
+        self.forget()
+        self._order, self.progress = (0, 0), None
+
+    def forget(self) -> None:
+        """Forget all copies, as their pages may go to others."""
+        self._stop()
+        self._held.clear()
+
+    def _stop(self) -> None:
+        """Wait for copies under way, and begin no more in this round."""
+        while not self._copies.is_over:
+            self._runtime.host.sleep(POLL_S)
+        self._collect()
+        self._keep()
+        self._is_done = True
+
+    def _give_back(self) -> None:
+        """Let tasks of the serving group have its pages, once followers copy nothing there."""
+        binding, self._binding = self._binding, None
+        assert binding is not None
+        self.forget()
+        scheduler = self._runtime.mode_of(binding.group).scheduler
+        epoch, number, indices = self._aside
+        self._aside = _NOTHING_ASIDE
+        if scheduler is not None and indices.size:
+            self._runtime.lead(SetAside(binding.formation, epoch, number, None))
+            scheduler.give_back()
+
+
+def _key(order: tuple[int, int]) -> int:
+    """Return the mailbox's number of a round."""
+    epoch, number = order
+    return -(epoch * ROUNDS_PER_EPOCH + number)
+
+
+def _nothing(rank: int) -> EarlyPlan:
+    nothing = np.zeros((0, 1), dtype=np.int64)
+    return EarlyPlan(1, rank, 1, nothing, nothing, _NO_INDICES, {})
