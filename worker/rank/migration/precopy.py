@@ -32,7 +32,7 @@ from worker.rank.runtime_protocol import Runtime
 
 log = structlog.get_logger()
 
-STEP_BYTES = 256 << 10
+STEP_BYTES = 512 << 10
 """KV copied between two steps where copies and steps share the processor."""
 
 BESIDE_BYTES = 32 << 20
@@ -122,14 +122,16 @@ class PreCopy:
         elif self._binding is not None and host.now_ns() - self._began_ns > ORDER_LIMIT_S * 1e9:
             log.warning("precopy_too_long", epoch=epoch, advice="pages go back to running tasks")
             self._give_back()
-        if self._is_done or not self._publish(binding):
+        if self._is_done:
             return False
-        if self._plan is None and not self._find_plan(directive):
-            return False
-        if not self._copy_next():
-            return False
-        self._finish_round()
-        return True
+        # One thing between two steps, so that none of them waits for all.
+        if not self._is_published:
+            self._publish(binding)
+        elif self._plan is None:
+            self._find_plan(directive)
+        elif self._copy_next():
+            self._finish_round()
+        return self._is_done
 
     def _begin(self, number: tuple[int, int], binding: Binding, order: PreCopyOrder) -> None:
         """Begin a round; a leader sets pages aside."""
@@ -145,16 +147,14 @@ class PreCopy:
             self._aside = *number, indices
             self._is_settled = lambda: True
 
-    def _publish(self, binding: Binding) -> bool:
-        """Publish what the group runs; return whether that is done.
+    def _publish(self, binding: Binding) -> None:
+        """Publish what the group runs.
 
         A follower does so when it has computed all that its leader had when it set pages aside: its
         KV is then there for all blocks that are full in the leader's manifest.
         """
-        if self._is_published:
-            return True
         if self._aside[:2] != self._order or not self._is_settled():
-            return False
+            return
         manifest = manifest_of(
             self._runtime,
             self._rank,
@@ -169,7 +169,6 @@ class PreCopy:
             self._mailboxes[self._rank].publish(_key(self._order), message)
         except MailboxFullError as error:
             log.warning("precopy_too_large", reason=str(error), advice="more moves at the switch")
-        return True
 
     def hear(self, message: SetAside) -> None:
         """Take in what the leader of this group has set aside, or gives back to its tasks."""
@@ -181,8 +180,8 @@ class PreCopy:
             self._aside = message.epoch, message.round, indices
             self._is_settled = self._runtime.engine.done()
 
-    def _find_plan(self, directive: Directive) -> bool:
-        """Plan this round, once all ranks that change their group have published; else False."""
+    def _find_plan(self, directive: Directive) -> None:
+        """Plan this round, if all ranks that change their group have published."""
         target, epoch = directive.target, directive.stage.epoch
         changed = [each.group.ranks for each in target.bindings if each.formation == epoch]
         ranks = self._planner.peers(directive, [rank for ranks in changed for rank in ranks])
@@ -192,7 +191,7 @@ class PreCopy:
             is_there = mailbox.epoch == key
             messages[rank] = mailbox.message if is_there else b""
             if not is_there or mailbox.epoch != key:
-                return False  # Not there yet, or replaced while it was read.
+                return  # Not there yet, or replaced while it was read.
         engine = self._runtime.engine
         try:
             manifests = {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
@@ -205,7 +204,6 @@ class PreCopy:
             found = None
         self._next = self._copied = 0
         self._plan, self._planned = found or (_nothing(self._rank), {})
-        return True
 
     def _spare(self) -> Ints:
         """Return the pages of this rank that no task of any group gets."""
