@@ -113,7 +113,7 @@ OUTCOMES: dict[str, tuple[int, str | None]] = {
     "negative prompt logprobs": (400, "prompt_logprobs"),
     "large seed": (400, "seed"),
     "bad tool": (400, "tools"),
-    "tool with a bad schema": (400, "tool_choice"),
+    "tool with a bad schema": (400, "tools"),
     "unknown tool wanted": (400, "tool_choice"),
     "bad schema": (400, "response_format"),
     "recursive schema": (400, "response_format"),
