@@ -25,6 +25,7 @@ OWN_MEMORY = {
     "worker/engine/weights/manifest.py",
     "worker/rank/migration/migration.py",
     "worker/rank/migration/plan_ahead.py",
+    "worker/rank/migration/precopy.py",
 }
 """Read what ranks of one launcher left for each other in memory that only their user opens."""
 
