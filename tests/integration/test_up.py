@@ -251,8 +251,8 @@ def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
 def test_a_wrong_engine_option_ends_it_with_the_reason(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """vLLM alone knows that a step would be too small; its sentence is the last line."""
-    options = ("--max-num-batched-tokens", "16", "--max-num-seqs", "999999")
+    """vLLM alone compares the threshold with the model's length; its sentence is the last line."""
+    options = ("--long-prefill-token-threshold", "999999")
     folder = tmp_path_factory.mktemp("w")  # Sockets have short paths.
     with up(folder, "--", *options) as running:
         assert running.process.wait(START_LIMIT_S) == 1
