@@ -17,7 +17,7 @@ def calm() -> Calm:
     return Calm()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_a_paused_task_is_resumed_elsewhere_after_the_limit(
     four_ranks: BareCell, calm: Calm
 ) -> None:
@@ -32,7 +32,7 @@ async def test_a_paused_task_is_resumed_elsewhere_after_the_limit(
     assert four_ranks.get("/admin/layout")["layout"] == "tp4"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_drain_lets_tasks_finish_first(four_ranks: BareCell, calm: Calm) -> None:
     expected = await calm.tokens(four_ranks)
     assert await run(four_ranks, "drained", [("tp2+tp2", "drain")]) == expected

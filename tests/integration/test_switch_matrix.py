@@ -54,7 +54,7 @@ def static(requests: Requests, tmp_path_factory: pytest.TempPathFactory) -> dict
     return static_answers(list(requests), folder)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_streams_are_exact_through_every_pair_of_circumstances(
     four_ranks: BareCell,
     seed: int,
