@@ -77,7 +77,7 @@ async def test_family(family: Family, tmp_path: Path) -> None:
 async def crossed(
     cell: BareCell, name: str, prompt: list[int], layouts: tuple[str, ...], tokens: int
 ) -> Stream:
-    """A stream of so many tokens, with switches while they come; its client leaves after them."""
+    """A stream of this many tokens, with switches meanwhile; its client leaves after them."""
     client = TaskClient()
     async with client.connected(cell):
         stream = client.submit(name, prompt, max_tokens=tokens, logprobs=1, ignore_eos=True)
@@ -95,7 +95,7 @@ async def crossed(
 
 
 async def more_tokens(stream: Stream, count: int) -> None:
-    """Wait until so many more have come, or the stream has ended."""
+    """Wait for this number of further tokens, or the end of the stream."""
     wanted = len(stream.tokens) + count
     while len(stream.tokens) < wanted and not stream.finished:
         await asyncio.sleep(0.002)

@@ -73,7 +73,7 @@ def _hears_no_end(self: PreCopy, message: SetAside) -> None:
 
 
 def _keeps_nothing_aside(self: SimScheduler, pages: int) -> Any:
-    """Tasks may get the pages all the same."""
+    """Tasks may still get the pages."""
     found = _set_aside(self, pages)
     self.give_back()
     return found

@@ -44,7 +44,7 @@ def world(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # vLLM's CPU runner does the same: there is no accelerator whose cache could be emptied.
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
-        # vLLM collects garbage for each model it loads: what was imported needs no look each time.
+        # vLLM collects garbage for each model it loads; imported modules need no look each time.
         gc.freeze()
         yield
         gc.unfreeze()
@@ -67,7 +67,7 @@ def config_of(folder: Path, **changes: Any) -> VllmConfig:
 
 
 def replica_of(config: VllmConfig, shards: int = 4) -> nn.Module:
-    """The whole model, stored for so many shards."""
+    """The whole model, stored for this number of shards."""
     with set_current_vllm_config(config):
         replica = load_replica(config, shards)
     torch.manual_seed(1)
