@@ -25,8 +25,8 @@ demo: setup  ## watch streams live through dp2 -> tp2 -> dp2
 test: check  ## lint, types, import contracts and every CPU test
 	$(PYTEST) $(SHORT) $(LANES) --durations=10 tests
 
-test-long: setup  ## hours, or a quiet machine: timing, fuzzing, all seeds, chaos; leaves a record
-	$(PYTEST) -m "(long or chaos) and not gpu and not fleet" -p no:randomly --record tests
+test-long: setup  ## hours, or a quiet machine: timing, fuzzing, all seeds, new examples, chaos; leaves a record
+	$(PYTEST) -m "(long or chaos or hypothesis) and not gpu and not fleet" -p no:randomly --record tests
 
 references: setup  ## static vLLM's results anew, which make test compares with
 	$(BIN)/python -m tests.harness.vllm.make_references

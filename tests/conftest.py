@@ -34,6 +34,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
+# One tree has one result: no change is refused for an example that only another run draws.
+hypothesis.settings.register_profile(
+    "same examples", hypothesis.settings.get_profile("busy machine"), derandomize=True
+)
 hypothesis.settings.load_profile("busy machine")
 
 
@@ -43,12 +47,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a run that lacks a tool which it must have, and take what tests want to be said."""
+    """Refuse a run that lacks a tool which it must have; choose examples; collect summaries.
+
+    `make test` always draws the same examples. `make test-long`, and a run of single files, draws
+    new ones.
+    """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     missing += [] if find_browser() else ["chromium"]
     if missing and os.environ.get(REQUIRE_TOOLS_ENV):
         text = f"{', '.join(missing)} not found; on Debian: apt-get install {PACKAGES}"
         raise pytest.UsageError(f"{REQUIRE_TOOLS_ENV} is set, but {text}.")
+    if "not long" in config.option.markexpr:
+        hypothesis.settings.load_profile("same examples")
     config.pluginmanager.register(Summary(), "aileron-summary")
     if config.getoption("record"):
         config.pluginmanager.register(Record(), "aileron-record")

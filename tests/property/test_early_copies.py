@@ -96,7 +96,9 @@ def test_plans_keep_their_promises_with_early_blocks(
 @settings(max_examples=60, deadline=None)
 def test_nothing_is_copied_again_where_all_fits(shape: Shape, order: random.Random) -> None:
     """With ample pages, the plan copies no task's block, and overwrites no old one."""
-    roomy = replace(shape, fill=0.3, spare=1.0, num_pages=60, cached=0, keyed=False, rounds_max=8)
+    # A rank that serves alone afterwards needs a page for every slot of its old group's pages.
+    fill = 0.5 / sum(len(ranks) for ranks in shape.old)
+    roomy = replace(shape, fill=fill, spare=1.0, num_pages=60, cached=0, keyed=False, rounds_max=8)
     asked = copied_early(draw_input(roomy), 1.0, order)
     plan = plan_reshard(asked)
     assert not plan.fallbacks
