@@ -1,4 +1,4 @@
-"""What vLLM's scheduler uses of a KV connector, `HostBlocks` has (vLLM 0.32.0)."""
+"""What vLLM's scheduler uses of a KV connector, `BlockConnector` has (vLLM 0.32.0)."""
 
 import ast
 import inspect
@@ -6,7 +6,7 @@ import inspect
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.sched import async_scheduler, scheduler
 
-from worker.engine.scheduling.host_blocks import HostBlocks
+from worker.engine.scheduling.connector import BlockConnector
 
 NOT_CALLED = {
     # At construction, before the connector is set.
@@ -32,9 +32,9 @@ def used_names() -> set[str]:
 def test_it_has_all_that_the_scheduler_uses() -> None:
     used = used_names()
     assert {"get_num_new_matched_tokens", "update_state_after_alloc"} <= used
-    missing = {name for name in used - NOT_CALLED if not hasattr(HostBlocks, name)}
+    missing = {name for name in used - NOT_CALLED if not hasattr(BlockConnector, name)}
     assert not missing
-    assert not issubclass(HostBlocks, SupportsHMA)
+    assert not issubclass(BlockConnector, SupportsHMA)
 
 
 def test_its_hooks_take_what_connectors_take() -> None:
@@ -42,6 +42,6 @@ def test_its_hooks_take_what_connectors_take() -> None:
         theirs = getattr(KVConnectorBase_V1, name)
         if not inspect.isfunction(theirs):
             continue
-        parameters = list(inspect.signature(getattr(HostBlocks, name)).parameters)
+        parameters = list(inspect.signature(getattr(BlockConnector, name)).parameters)
         if "_" not in parameters:
             assert parameters == list(inspect.signature(theirs).parameters), name

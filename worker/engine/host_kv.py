@@ -18,7 +18,7 @@ from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout, layout_of
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.views import KVBuffer
-from worker.engine.scheduling.host_blocks import HostStep
+from worker.engine.scheduling.connector import BlockCopies
 from worker.rank.step_times import StepTimes
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,7 +61,7 @@ class HostTier:
         return self.directory.layout
 
     def copies(
-        self, step: HostStep, width: int, member: int, table: SlotTable | None
+        self, step: BlockCopies, width: int, member: int, table: SlotTable | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return two calls for a member of a group: before the step computes, and afterwards.
 

@@ -14,7 +14,7 @@ from kvadaptor.translate import translate
 from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
 from worker.engine.host_kv import HostTier
-from worker.engine.scheduling.host_blocks import HostStep
+from worker.engine.scheduling.connector import BlockCopies
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import BroadcastQueue
@@ -116,7 +116,7 @@ class PreparedMode:
         output = plan.output if self.table is None else translate(plan.output, self.table)
         copies = plan.output.kv_connector_metadata
         load, store = _NO_COPIES
-        if self.host is not None and isinstance(copies, HostStep):
+        if self.host is not None and isinstance(copies, BlockCopies):
             member = self.communicator.rank_in_group
             load, store = self.host.copies(copies, self.width, member, self.table)
 

@@ -44,6 +44,7 @@ from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
+from worker.engine.scheduling.connector import BlockConnector
 from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
@@ -272,15 +273,9 @@ class RankEngine:
             key, communicator, runner, table, scheduler, config, times, self.borrowing, self.host
         )
         if scheduler is not None and self.host is not None:
-            scheduler.use_host_pages(
-                HostBlocks(
-                    scheduler,
-                    self.host.directory,
-                    slots,
-                    self.host,
-                    partial(self.host.is_sooner, mode),
-                )
-            )
+            is_sooner = partial(self.host.is_sooner, mode)
+            pages = HostBlocks(scheduler, self.host.directory, slots, self.host, is_sooner)
+            scheduler.use_connector(BlockConnector(scheduler, (pages,), pages))
         return mode
 
     def _open_host_pages(self, *, hashes: bool) -> HostTier | None:

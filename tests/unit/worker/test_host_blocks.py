@@ -11,8 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
-from worker.engine.scheduling import host_blocks
-from worker.engine.scheduling.host_blocks import HostBlocks, HostStep
+from worker.engine.scheduling.connector import OFFER_S, BlockConnector, BlockCopies
+from worker.engine.scheduling.host_blocks import HostBlocks
 
 SIZE = 4
 PAGES = 8
@@ -66,14 +66,15 @@ class Group:
         memory = memoryview(bytearray(layout.data_at))
         self.own, self.other = (HostDirectory(memory, layout, rank, 0.0) for rank in range(2))
         self.scheduler, self.counts = Scheduler(), Counts()
-        self.hooks = HostBlocks(self.scheduler, self.own, shares, self.counts, is_sooner)
+        pages = HostBlocks(self.scheduler, self.own, shares, self.counts, is_sooner)
+        self.hooks = BlockConnector(self.scheduler, (pages,), pages)
 
     def task(self, tokens: int, name: str = "task", computed: int = 0) -> Any:
         made = Task(name, tokens, [key_of(n) for n in range(tokens // SIZE)], computed)
         self.scheduler.requests[name] = made
         return made
 
-    def step(self, **tokens: int) -> HostStep | None:
+    def step(self, **tokens: int) -> BlockCopies | None:
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = tokens
         return self.hooks.build_connector_meta(output)
@@ -183,7 +184,7 @@ def test_an_offer_is_kept_while_blocks_are_short(monkeypatch: pytest.MonkeyPatch
     # Less of it is needed now.
     assert group.hooks.get_num_new_matched_tokens(task, 4) == (4, False)
     assert group.pins() == 1
-    now_s += host_blocks.OFFER_S + 0.1
+    now_s += OFFER_S + 0.1
     assert group.step() is None
     assert group.pins() == 0
 

@@ -23,6 +23,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from coordinator.protocol.prefixes import prefix_hashes
 from kvadaptor.pages import distinct
 from worker.engine.counters import EngineCounts
+from worker.engine.scheduling.connector import BlockConnector
 from worker.engine.scheduling.grants import BlockGrants
 from worker.engine.scheduling.handover import (
     FinishedChains,
@@ -33,7 +34,6 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
-from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.rank.task_state import CachedChain, RunningState
 
@@ -77,12 +77,12 @@ class ModeScheduler(Scheduler):
         """Migrated tasks whose blocks are not registered for hits yet."""
         self._gone: set[str] = set()
         """Tasks that migrated away but were not removed from vLLM yet."""
-        self.host_blocks: HostBlocks | None = None
-        """Its blocks in host pages; None if the cell has none."""
+        self.blocks: BlockConnector | None = None
+        """What its tasks load and store; None if there is nowhere to load from."""
 
-    def use_host_pages(self, host_blocks: HostBlocks) -> None:
+    def use_connector(self, connector: BlockConnector) -> None:
         """Load and store blocks by these hooks from now on; call before the first task."""
-        self.connector = self.host_blocks = host_blocks
+        self.connector = self.blocks = connector
 
     def add_task(self, request: Request, generated: list[int]) -> None:
         """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
@@ -173,8 +173,8 @@ class ModeScheduler(Scheduler):
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return the outputs for their clients."""
         self._counts.computed_tokens += plan.tokens
-        if self.host_blocks is not None:
-            self.host_blocks.step_is_over(plan.output.kv_connector_metadata)
+        if self.blocks is not None:
+            self.blocks.step_is_over(plan.output.kv_connector_metadata)
         by_client = self.update_from_output(plan.output, result)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
@@ -283,8 +283,8 @@ class ModeScheduler(Scheduler):
         """Forget in-flight steps: the last planned one will never be finished."""
         self.processed_step_seq = self.sched_step_seq
         self._drain_deferred_frees()
-        if self.host_blocks is not None:
-            self.host_blocks.forget_steps()
+        if self.blocks is not None:
+            self.blocks.forget_steps()
 
     def adopt(
         self,

@@ -1,0 +1,273 @@
+"""vLLM adapter: what a scheduler's tasks load instead of computing it, by vLLM's connector hooks.
+
+vLLM asks a connector how much of a waiting request's prefix it can load: of a new request, of one
+that was preempted, and of one that another rank has begun. So prefixes that left the device,
+preemption, and tasks of a lost rank are all served by one look into the sources of blocks. Loads
+and stores travel to the group's members with the step (`BlockCopies`), which copies before and
+after it computes.
+
+vLLM's own offloading connectors keep one copy per worker, in the worker's layout, and find it by an
+index in the scheduler's process: neither another width nor another process could read it.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+OFFER_S = 0.5
+"""How long places are kept for a request that finds no free blocks; then it looks again."""
+
+
+@dataclass(slots=True)
+class BlockCopies(KVConnectorMetadata):
+    """What a step copies: loads before it computes, stores afterwards. Blocks are logical."""
+
+    load_blocks: list[int] = field(default_factory=list)
+    load_pages: list[int] = field(default_factory=list)
+    """The host pages that are loaded."""
+    lost_blocks: list[int] = field(default_factory=list)
+    lost_places: list[int] = field(default_factory=list)
+    """The blocks of lost groups that are loaded; see `lost_blocks`."""
+    store_blocks: list[int] = field(default_factory=list)
+    store_pages: list[int] = field(default_factory=list)
+    store_tags: list[int] = field(default_factory=list)
+
+    @property
+    def loads(self) -> bool:
+        """Whether the step loads anything."""
+        return bool(self.load_blocks or self.lost_blocks)
+
+
+class LedTaskView(Protocol):
+    """The scheduler's side that the connector reads."""
+
+    requests: dict[str, Request]
+    block_size: int
+
+    def _blocks_of(self, request_id: str) -> list[int]: ...
+
+
+class BlockSource(Protocol):
+    """Where full blocks can be read, found by their hashes; its places are numbers."""
+
+    def refresh(self) -> None:
+        """Learn what is there now."""
+
+    def take(self, key: bytes) -> int | None:
+        """Return the place of this block, kept until `let_go`; None if it is not there."""
+
+    def let_go(self, places: Iterable[int]) -> None:
+        """Keep places no more."""
+
+    def is_sooner(self, tokens: int) -> bool:
+        """Return whether loading this many tokens beats computing them."""
+
+    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        """Let a step load these places into a task's blocks."""
+
+
+class BlockStores(Protocol):
+    """Where full blocks are stored."""
+
+    def plan(self, step: BlockCopies, tokens: dict[str, int], now_s: float) -> None:
+        """Let a step, which computes these tokens of its tasks, store what they fill."""
+
+    def ended(self, name: str) -> None:
+        """Forget a task."""
+
+
+Taken = list[tuple[BlockSource, int]]
+"""Places that are kept, and their sources."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What a waiting request could load, from its block `first` to `last`."""
+
+    first: int
+    last: int
+    places: Taken
+    ends_s: float
+
+
+class BlockConnector:
+    """The connector of one mode's scheduler; has what vLLM's scheduler uses of a connector."""
+
+    supports_divergent_local_hybrid_hits = False
+    requires_kv_delivery = False
+
+    def __init__(
+        self,
+        scheduler: LedTaskView,
+        sources: Sequence[BlockSource],
+        stores: BlockStores | None = None,
+    ) -> None:
+        """Of several sources that have a block, the first is read."""
+        self._scheduler = scheduler
+        self._sources = sources
+        self._stores = stores
+        self._offers: dict[str, _Offer] = {}
+        self._step = BlockCopies()
+        self._taken: Taken = []
+        """What the step that is planned next loads."""
+        self._loading: list[tuple[BlockCopies, Taken]] = []
+        """What the planned steps load that are not over."""
+
+    # ------------------------------------------------------------------ hooks: loads
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Return how many tokens beyond the local hit can be loaded, before the next step."""
+        size = self._scheduler.block_size
+        first = num_computed_tokens // size
+        # The last token is always computed: its logits give the next one.
+        last = (request.num_tokens - 1) // size
+        known = self._offers.get(request.request_id)
+        if known is not None and (known.first, known.last) == (first, last):
+            return len(known.places) * size, False
+        self._withdraw(request.request_id)
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        places = self._sooner(self._find(request.block_hashes[first:last]))
+        if places:
+            ends_s = time.monotonic() + OFFER_S
+            self._offers[request.request_id] = _Offer(first, last, places, ends_s)
+        return len(places) * size, False
+
+    def _find(self, keys: Sequence[bytes]) -> Taken:
+        """Take the places of these blocks, up to the first that no source has."""
+        for source in self._sources:
+            source.refresh()
+        places: Taken = []
+        for key in keys:
+            for source in self._sources:
+                if (place := source.take(key)) is not None:
+                    places.append((source, place))
+                    break
+            else:
+                break
+        return places
+
+    def _sooner(self, places: Taken) -> Taken:
+        """Return what is loaded sooner than computed, and let the rest go."""
+        for source in self._sources:
+            numbers = [number for number, (each, _) in enumerate(places) if each is source]
+            if numbers and not source.is_sooner(len(numbers) * self._scheduler.block_size):
+                _let_go(places[numbers[0] :])
+                del places[numbers[0] :]
+        return places
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Load into the blocks that the request got."""
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
+            return
+        count = num_external_tokens // self._scheduler.block_size
+        taken = offer.places[:count]
+        _let_go(offer.places[count:])
+        (numbers,) = blocks.get_block_ids()
+        pairs = list(zip(numbers[offer.first : offer.first + count], taken, strict=True))
+        for source in self._sources:
+            into = [block for block, (each, _) in pairs if each is source]
+            places = [place for _, (each, place) in pairs if each is source]
+            if into:
+                source.load(self._step, request.request_id, into, places)
+        self._taken += taken
+
+    # ------------------------------------------------------------------ hooks: steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockCopies | None:
+        """Return what the planned step copies; None if nothing."""
+        step, self._step = self._step, BlockCopies()
+        taken, self._taken = self._taken, []
+        now_s = time.monotonic()
+        for name in [name for name, offer in self._offers.items() if now_s > offer.ends_s]:
+            self._withdraw(name)
+        if self._stores is not None:
+            self._stores.plan(step, scheduler_output.num_scheduled_tokens, now_s)
+        if step.loads:
+            self._loading.append((step, taken))
+        return step if step.loads or step.store_blocks else None
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a task; what it has stored stays until others need the room."""
+        self._withdraw(request.request_id)
+        if self._stores is not None:
+            self._stores.ended(request.request_id)
+        return False, None
+
+    def step_is_over(self, step: BlockCopies | None) -> None:
+        """Let go what a finished step has loaded."""
+        if step is not None and step.loads:
+            for each in [each for each in self._loading if each[0] is step]:
+                self._loading.remove(each)
+                _let_go(each[1])
+
+    def forget_steps(self) -> None:
+        """Let go what all planned steps load: none will be finished."""
+        for _, taken in self._loading:
+            _let_go(taken)
+        self._loading.clear()
+
+    def _withdraw(self, name: str) -> None:
+        offer = self._offers.pop(name, None)
+        if offer is not None:
+            _let_go(offer.places)
+
+    # ------------------------------------------------------------------ hooks: nothing to do
+
+    def on_new_request(self, request: Request) -> None:
+        """Pass over a new request: vLLM asks again when it can be scheduled."""
+
+    def has_pending_block_frees(self) -> bool:
+        """Return False: blocks are free as soon as vLLM says so."""
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        """Return False: copies are part of steps."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return none: no load outlasts its step."""
+        return ()
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        """Return no sources: the rank counts hits itself."""
+        return None
+
+    def register_finished_partial_tail(self, *_: Any) -> bool:
+        """Return False: only full blocks are stored."""
+        return False
+
+    def get_kv_connector_stats(self) -> None:
+        """Return none: the rank reports totals."""
+
+    def take_events(self) -> Iterable[Any]:
+        """Return no events."""
+        return ()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Pass over what runners say: copies are over with their step."""
+
+    def reset_cache(self) -> bool:
+        """Return True, as blocks are found by what they hold."""
+        return True
+
+    def shutdown(self) -> None:
+        """End with the rank."""
+
+
+def _let_go(places: Taken) -> None:
+    for source, place in places:
+        source.let_go((place,))
