@@ -1,4 +1,4 @@
-"""Memory that the CPU ranks of a cell share: planes, step queues, mailboxes, KV, weights.
+"""Memory that the CPU ranks of a cell share: planes, queues, mailboxes, KV, directories, weights.
 
 The launcher makes it before it forks the ranks, and keeps it, so it outlives each of them: a
 restarted rank finds the memory of its predecessor, and living ranks have it mapped already. It
@@ -85,6 +85,11 @@ def kv_name(rank: int) -> str:
     return f"kv-{rank}"
 
 
+def directory_name(ranks: Sequence[int]) -> str:
+    """Name the memory of the block directory of a group of these ranks."""
+    return "-".join(("directory", *map(str, ranks)))
+
+
 def weights_name(rank: int) -> str:
     """Name the memory of a rank's part of the weights."""
     return f"weights-{rank}"
@@ -123,5 +128,7 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
         measurements_name,
     )
     of_ranks = (name(rank) for name in of_rank for rank in range(world))
+    alone = ((rank,) for rank in range(world))
+    directories = (directory_name(ranks) for ranks in (*alone, *aligned))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
-    return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))
+    return CellMemory((*of_ranks, *directories, *planes, *(queue_name(ranks) for ranks in aligned)))

@@ -257,6 +257,17 @@ def _host_metrics(ranks: list[View]) -> Iterator[Metric]:
             "host_hits",
         ),
         ("host_loaded_bytes", "Bytes that a rank read from host pages.", "host_loaded_bytes"),
+        (
+            "lost_hits",
+            "Tokens that the groups led by a rank read from the memory of lost groups instead of "
+            "computing them.",
+            "lost_hits",
+        ),
+        (
+            "lost_loaded_bytes",
+            "Bytes that a rank read from the memory of lost groups.",
+            "lost_loaded_bytes",
+        ),
         ("host_stored_bytes", "Bytes that a rank wrote to host pages.", "host_stored_bytes"),
         (
             "host_full_blocks",

@@ -4,13 +4,13 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.gauges import all_there, settled_total, total
 from tests.harness.cells.lost_ranks import renew
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -33,20 +33,6 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
 
 def prompt(name: str, tokens: int = PROMPT_TOKENS) -> list[int]:
     return random.Random(name).choices(range(10, 4000), k=tokens)
-
-
-def gauges(cell: BareCell) -> list[dict[str, int]]:
-    return [rank["gauges"] for rank in cell.get("/admin/ranks")["ranks"]]
-
-
-async def total(cell: BareCell, name: str, at_least: int = 0) -> int:
-    """The sum of a gauge over the ranks, once reports have brought it."""
-    deadline = time.monotonic() + 5
-    while True:
-        found = sum(each.get(name, 0) for each in gauges(cell))
-        if found >= at_least or time.monotonic() > deadline:
-            return found
-        await asyncio.sleep(0.1)
 
 
 async def one(client: TaskClient, name: str, tokens: list[int], **params: Any) -> Stream:
@@ -86,7 +72,7 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
         for name in names:
             client.submit(name, prompt(name, 200), max_tokens=120)
         await until_all(client, names, 30)
-        hits = await settled_hits(cell)
+        hits = await settled_total(cell, "host_hits", 0)
         victim = cell.get("/admin/ranks")["ranks"][1]
         os.kill(victim["pid"], signal.SIGKILL)
         delivered: dict[str, int] = {}
@@ -123,14 +109,3 @@ async def test_a_renewed_cell_knows_the_prompts_of_the_former_one(cell: BareCell
 async def until_all(client: TaskClient, names: list[str], tokens: int) -> None:
     while min(len(client.streams[name].tokens) for name in names) < tokens:
         await asyncio.sleep(0.005)
-
-
-async def settled_hits(cell: BareCell) -> int:
-    """Hits of the survivor alone: the victim's end with it."""
-    await asyncio.sleep(0.5)
-    return gauges(cell)[0]["host_hits"]
-
-
-async def all_there(cell: BareCell) -> None:
-    while not all(rank.get("available") for rank in cell.get("/admin/ranks")["ranks"]):
-        await asyncio.sleep(0.1)

@@ -9,11 +9,13 @@ from vllm.config import VllmConfig
 
 from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.pool import Communicator
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.translate import translate
 from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
 from worker.engine.host_kv import HostTier
+from worker.engine.lost_kv import LostKV
 from worker.engine.scheduling.connector import BlockCopies
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
@@ -48,6 +50,10 @@ class PreparedMode:
     """What the rank borrows in its steps; None if nothing."""
     host: HostTier | None = None
     """The host pages; None if the cell has none."""
+    lost: LostKV | None = None
+    """The KV of lost groups; None where it ends with its processes."""
+    directory: GroupDirectory | None = None
+    """The block directory of its group; None likewise."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
@@ -116,12 +122,18 @@ class PreparedMode:
         output = plan.output if self.table is None else translate(plan.output, self.table)
         copies = plan.output.kv_connector_metadata
         load, store = _NO_COPIES
-        if self.host is not None and isinstance(copies, BlockCopies):
+        load_lost = _no_copy
+        if isinstance(copies, BlockCopies):
             member = self.communicator.rank_in_group
-            load, store = self.host.copies(copies, self.width, member, self.table)
+            if self.host is not None:
+                load, store = self.host.copies(copies, self.width, member, self.table)
+            if copies.lost_blocks:
+                assert self.lost is not None
+                load_lost = self.lost.loader(copies, self.width, member, self.table)
 
         def run() -> Any:
             load()
+            load_lost()
             self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
             try:
                 result = self.runner.run(output, plan.grammar, plan.resuming, plan.known)

@@ -7,7 +7,7 @@ modes of a width share all but the tree, so they can change from step to step.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,11 @@ from worker.engine.device import (
     used_bytes,
 )
 from worker.engine.host_kv import HostTier, open_tier
+from worker.engine.lost_kv import LostBlocks, LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
-from worker.engine.scheduling.connector import BlockConnector
+from worker.engine.scheduling.connector import BlockConnector, BlockSource
 from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
@@ -122,7 +123,7 @@ class RankEngine:
         structured = StructuredOutputManager(configs[self.keys[0]])
         hasher = self._block_hasher()
         self.intake = RequestCodec(hasher, structured)
-        self.host = self._open_host_pages(hashes=hasher is not None)
+        self.host, self.lost = self._open_sources(hashes=hasher is not None)
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
@@ -194,8 +195,12 @@ class RankEngine:
                 f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
             )
         memory = self.spec.memory
-        take = partial(take_kv, memory, self.spec.rank) if memory is not None else None
-        return KVBuffer(specs, pages, self.device, take)
+        if memory is None:
+            return KVBuffer(specs, pages, self.device, None)
+        # The predecessor's KV can be read until then.
+        slots = {width: geometry.slots_per_page(width) for width in modes_widths(self.spec)}
+        self._directories = open_directories(memory, self.spec.rank, self.spec.world, pages, slots)
+        return KVBuffer(specs, pages, self.device, partial(take_kv, memory, self.spec.rank))
 
     def _connect_peers(self) -> tuple[dict[Rank, RankMailbox], Mover]:
         """Connect to the mailboxes and KV memory of all ranks that it can exchange tasks with."""
@@ -272,11 +277,26 @@ class RankEngine:
         mode = PreparedMode(
             key, communicator, runner, table, scheduler, config, times, self.borrowing, self.host
         )
-        if scheduler is not None and self.host is not None:
+        if self.lost is not None:
+            mode.lost = self.lost
+            mode.directory = self.lost.directory_of(communicator.ranks)
+        if scheduler is not None:
+            self._connect(scheduler, mode, slots)
+        return mode
+
+    def _connect(self, scheduler: ModeScheduler, mode: PreparedMode, slots: int) -> None:
+        """Let a scheduler's tasks load and store blocks, and enter those that they fill."""
+        sources: list[BlockSource] = []
+        pages = None
+        if self.lost is not None and mode.directory is not None:
+            scheduler.use_directory(mode.directory)
+            sources.append(LostBlocks(scheduler, self.lost))
+        if self.host is not None:
             is_sooner = partial(self.host.is_sooner, mode)
             pages = HostBlocks(scheduler, self.host.directory, slots, self.host, is_sooner)
-            scheduler.use_connector(BlockConnector(scheduler, (pages,), pages))
-        return mode
+            sources.append(pages)
+        if sources:
+            scheduler.use_connector(BlockConnector(scheduler, sources, pages))
 
     def _open_host_pages(self, *, hashes: bool) -> HostTier | None:
         spec = self.spec
@@ -291,6 +311,24 @@ class RankEngine:
         tier = open_tier(mapped, spec.world, spec.rank, self.kv)
         tier.try_loads()
         return tier
+
+    def _open_sources(self, *, hashes: bool) -> tuple[HostTier | None, LostKV | None]:
+        """Open what tasks load blocks from: host pages, and the memory of lost groups."""
+        spec, lost = self.spec, None
+        if hashes and spec.memory is not None:
+            lost = open_lost_kv(spec.memory, spec.rank, spec.world, self._directories, self.kv)
+        return self._open_host_pages(hashes=hashes), lost
+
+    def distrust(self) -> None:
+        """Let nobody continue tasks from this rank's KV after an error that it does not know."""
+        if self.lost is not None:
+            self.lost.distrust()
+            log.warning("kv_distrusted", rank=self.spec.rank, advice="its tasks are computed again")
+
+    def know(self, present: Mapping[Rank, int]) -> None:
+        """Take note of the processes of the cell: the incarnation of each rank."""
+        if self.lost is not None:
+            self.lost.know(present)
 
     def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
         cache = self.base.cache_config
@@ -422,5 +460,6 @@ class RankEngine:
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
             *(self.host.totals() if self.host is not None else ()),
+            *(self.lost.totals() if self.lost is not None else ()),
             *engine_totals((mode.scheduler for mode in self.modes.values()), self.borrowing),
         )

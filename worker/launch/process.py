@@ -139,6 +139,9 @@ def serve_rank(
     on_ready()
     try:
         loop.run()
+    except BaseException:
+        engine.distrust()
+        raise
     finally:
         session.close()
         publisher.close()

@@ -17,6 +17,7 @@ from comm_pool.layout import Group, Rank, StepMode
 from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.terms import TaskId
 from kvadaptor.geometry import PageGeometry
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
@@ -247,6 +248,10 @@ class EngineMode(Protocol):
         """Where each logical block lies on this rank; None in dp."""
 
     @property
+    def directory(self) -> GroupDirectory | None:
+        """The block directory of the group; None where KV ends with its process."""
+
+    @property
     def queue(self) -> BroadcastQueue:
         """The group's step queue; wide groups have one."""
 
@@ -387,6 +392,9 @@ class Engine(Protocol):
     @property
     def holds_steps(self) -> bool:
         """Whether groups are left for a migration with a deferred step, not a detached one."""
+
+    def know(self, present: Mapping[Rank, int]) -> None:
+        """Take note of the processes of the cell: the incarnation of each rank."""
 
     def facts(self) -> EngineFacts:
         """Return what the rank reports of this engine."""

@@ -18,7 +18,11 @@ from coordinator.protocol.switch_actions import Leave, Move, Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, ReturnCause
 from kvadaptor.pages import without
+from worker.io.host import Host
 from worker.rank.engine import Engine, EngineMode, LeaseIndices
+
+RESCUE_S = 2.0
+"""How long the members of a lost group keep its tasks' KV for those who continue them."""
 
 VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow across restarts of a leader: its incarnation is their high part."""
@@ -49,6 +53,10 @@ class LeaseOwner(Protocol):
         """The engine of this rank."""
 
     @property
+    def host(self) -> Host:
+        """The host of this rank."""
+
+    @property
     def migration(self) -> LeaseUse:
         """The migration of this rank."""
 
@@ -71,6 +79,10 @@ class LeaseMembers:
     def formed(self, ranks: Ranks, present: Mapping[Rank, int]) -> None:
         """Record the current members of a group that leases pages or is about to."""
         self._members[ranks] = tuple(present.get(rank) for rank in ranks)
+
+    def of(self, ranks: Ranks) -> tuple[int, ...]:
+        """Return the incarnations of a group's members when it was formed; 0 where unknown."""
+        return tuple(each or 0 for each in self._members.get(ranks, (None,) * len(ranks)))
 
     def take_lost(self, present: Mapping[Rank, int], whole: Collection[Ranks]) -> list[Ranks]:
         """Return, once, the groups that lack a member; a later call checks those in `whole`.
@@ -102,6 +114,10 @@ class Leases:
         self._moved_in: dict[Ranks, tuple[int, ...]] = {}
         """Lease indices that hold migrated tasks of a group, until the group begins."""
         self._sharers = LeaseMembers()
+        self._present: dict[Rank, int] = {}
+        """The processes of the cell, by the last directive."""
+        self._rescues: dict[Ranks, tuple[int, LeaseIndices]] = {}
+        """Until when, in nanoseconds, which pages of lost groups stay for those who read them."""
 
     # ------------------------------------------------------------------ groups come and go
 
@@ -127,14 +143,30 @@ class Leases:
         pool, group = self._runtime.engine.pages, binding.group
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
+            self._publish(mode, binding)
             return pool.own_pages()
         assert mode.table is not None
+        self.end_rescue(group.ranks)
         indices = (*indices, *self._moved_in.pop(group.ranks, ()))
         is_held = set(indices) <= set(pool.lease_indices(group.ranks).tolist())
         assert is_held, "tasks hold pages that this rank has given up."
         self.keep_only(group.ranks, indices)
         mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
+        self._publish(mode, binding)
         return pool.lease_indices(group.ranks)
+
+    def _publish(self, mode: EngineMode, binding: Binding) -> None:
+        """Let the group's directory tell where this rank has its blocks, and no other."""
+        engine = self._runtime.engine
+        for each in engine.modes.values():
+            if each is not mode and each.directory is not None and each.ranks not in self._rescues:
+                each.directory.give_up(engine.spec.rank)
+        if (directory := mode.directory) is None:
+            return
+        if mode.is_leader:
+            directory.begin(binding.formation, self._sharers.of(binding.group.ranks))
+        slots = mode.table.all_slots() if mode.table is not None else None
+        directory.keep(engine.spec.rank, binding.formation, slots)
 
     def began(self, binding: Binding, version: int) -> None:
         """Note that retentions up to this version are obsolete, as the group has begun."""
@@ -173,7 +205,10 @@ class Leases:
         return changed
 
     def keep_only(self, ranks: Ranks, indices: Sequence[int]) -> bool:
-        """Free all other pages of a group's lease; return whether there were any."""
+        """Free all other pages of a group's lease; return whether there were any.
+
+        Those with KV that others may read for the tasks of a lost group are freed by `look`.
+        """
         runtime = self._runtime
         pool = runtime.engine.pages
         leased = pool.lease_indices(ranks)
@@ -186,9 +221,57 @@ class Leases:
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
             # A member's share of these pages is lost, so their tasks are recomputed.
             runtime.give_up(Group(mode.ranks, Mode.TP), lost, ReturnCause.RECOMPUTE)
-        mode.table.unmap(dropped)
-        pool.keep_only(ranks, without(leased, dropped).tolist())
+        self._free(ranks, without(dropped, self._rescued(mode, dropped)))
         return True
+
+    def _free(self, ranks: Ranks, indices: LeaseIndices) -> None:
+        """Free the pages of these lease indices of a group."""
+        if not indices.size:
+            return
+        engine = self._runtime.engine
+        mode, pool = engine.of_width(len(ranks)), engine.pages
+        assert mode.table is not None
+        if mode.directory is not None:
+            mode.directory.give_up(engine.spec.rank, indices)
+        mode.table.unmap(indices)
+        pool.keep_only(ranks, without(pool.lease_indices(ranks), indices).tolist())
+
+    def _rescued(self, mode: EngineMode, dropped: LeaseIndices) -> LeaseIndices:
+        """Return which of these pages of a lease stay for now: a lost group's tasks need them.
+
+        Other groups have to find room for what is in them.
+        """
+        ranks, directory = mode.ranks, mode.directory
+        if directory is None or not self._is_lost(ranks) or not directory.formation:
+            self.end_rescue(ranks)
+            return dropped[:0]
+        now_ns = self._runtime.host.now_ns()
+        due_ns, _ = self._rescues.get(ranks, (now_ns + int(RESCUE_S * 1e9), dropped))
+        held = np.intersect1d(directory.held_indices(), dropped)
+        k, pages = len(ranks), self._runtime.engine.pages.counts().total
+        # All k members have n such pages; the others' free pages must hold these k·n.
+        rescued = held[: (k - 1) * pages // (2 * k - 1)]
+        self._rescues[ranks] = due_ns, rescued
+        return rescued
+
+    def _is_lost(self, ranks: Ranks) -> bool:
+        """Return whether the group's last formation was aborted, or lacks a process by now."""
+        formation = self._formations.get(ranks, 0)
+        if self._runtime.engine.communicators.is_aborted(ranks, formation):
+            return True
+        return self._sharers.of(ranks) != tuple(self._present.get(rank, 0) for rank in ranks)
+
+    def look(self) -> None:
+        """Free the pages of lost groups that have stayed long enough."""
+        if self._rescues:
+            now_ns = self._runtime.host.now_ns()
+            for ranks in [ranks for ranks, each in self._rescues.items() if each[0] <= now_ns]:
+                self.end_rescue(ranks)
+
+    def end_rescue(self, ranks: Ranks) -> None:
+        """Free what stayed of a lost group: nobody continues its tasks from here any more."""
+        if (rescue := self._rescues.pop(ranks, None)) is not None:
+            self._free(ranks, rescue[1])
 
     # ------------------------------------------------------------------ directives
 
@@ -198,6 +281,8 @@ class Leases:
 
     def hear(self, directive: Directive, participant: SwitchParticipant) -> bool:
         """Free pages that no leader needs or whose lease lost a member; return whether any were."""
+        self._present = dict(directive.members)
+        self._runtime.engine.know(self._present)
         # A rank holds leases only in groups that contain it.
         changed = self.apply_retentions(
             [each for each in directive.retentions if participant.rank in each.ranks]

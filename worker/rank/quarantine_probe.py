@@ -110,5 +110,8 @@ class QuarantineProbe:
         what = {"mode": name, "ranks": ranks, "epoch": epoch, "error_nats": error}
         if result.has_drifted:
             log.error("mode_drifts", **what, error_max_nats=limit)
+            if mode.directory is not None:
+                # Nobody continues from what this group has computed.
+                mode.directory.give_up(self._engine.spec.rank)
         else:
             log.info("mode_probed", **what, took_ms=round(took_us / 1000, 1))

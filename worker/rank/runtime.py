@@ -246,8 +246,9 @@ class GroupRuntime:
             self.book.close(TaskId(name), MOVED)
 
     def look(self) -> None:
-        """Collect what has finished by itself: tokens of a detached step, the end of a GC pause."""
+        """Do what time alone brings: tokens of a detached step, the end of a GC pause or rescue."""
         self.migration.look()
+        self.leases.look()
         self._collector.look()
 
     def tidy(self) -> None:

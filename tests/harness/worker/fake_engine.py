@@ -22,6 +22,7 @@ import numpy.typing as npt
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode
 from kvadaptor.geometry import PageGeometry
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
@@ -195,6 +196,10 @@ class FakeMode:
         return len(self.ranks)
 
     @property
+    def directory(self) -> GroupDirectory | None:
+        return self.engine.directories.get(self.ranks)
+
+    @property
     def is_leader(self) -> bool:
         return self.ranks[0] == self.engine.spec.rank
 
@@ -282,6 +287,10 @@ class FakeEngine:
         self.has_no_room = False
         """Whether steps fail for want of device memory."""
         self.whole_layers: int | None = None
+        self.directories: dict[tuple[Rank, ...], GroupDirectory] = {}
+        """The block directories of its groups, where a test wants them."""
+        self.present: dict[Rank, int] = {}
+        """The processes that it knows of."""
         self.kv = cell.memory[spec.rank]
         self.pages = PagePool(self.kv.num_pages)
         self.mailboxes = cell.mailboxes
@@ -313,6 +322,9 @@ class FakeEngine:
         }
         queue = self.cell.queue(ranks, self.spec.rank)
         return FakeMode(self, ranks, scheduler, table, queue, StepTimes(width, curve))
+
+    def know(self, present: Mapping[Rank, int]) -> None:
+        self.present = dict(present)
 
     def facts(self) -> EngineFacts:
         """See `Engine`, as all that follows."""

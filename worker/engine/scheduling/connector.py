@@ -33,7 +33,8 @@ class BlockCopies(KVConnectorMetadata):
     """The host pages that are loaded."""
     lost_blocks: list[int] = field(default_factory=list)
     lost_places: list[int] = field(default_factory=list)
-    """The blocks of lost groups that are loaded; see `lost_blocks`."""
+    lost_formations: list[int] = field(default_factory=list)
+    """Blocks of lost groups that are loaded, and the formations in which they are there."""
     store_blocks: list[int] = field(default_factory=list)
     store_pages: list[int] = field(default_factory=list)
     store_tags: list[int] = field(default_factory=list)
@@ -70,6 +71,9 @@ class BlockSource(Protocol):
 
     def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
         """Let a step load these places into a task's blocks."""
+
+    def gone(self, step: BlockCopies) -> set[int]:
+        """Return the blocks of a finished step that may have read something else."""
 
 
 class BlockStores(Protocol):
@@ -207,12 +211,14 @@ class BlockConnector:
             self._stores.ended(request.request_id)
         return False, None
 
-    def step_is_over(self, step: BlockCopies | None) -> None:
-        """Let go what a finished step has loaded."""
-        if step is not None and step.loads:
-            for each in [each for each in self._loading if each[0] is step]:
-                self._loading.remove(each)
-                _let_go(each[1])
+    def step_is_over(self, step: BlockCopies) -> set[int]:
+        """Let go what a finished step has loaded; return the blocks whose content is void."""
+        if not step.loads:
+            return set()
+        for each in [each for each in self._loading if each[0] is step]:
+            self._loading.remove(each)
+            _let_go(each[1])
+        return set().union(*(source.gone(step) for source in self._sources))
 
     def forget_steps(self) -> None:
         """Let go what all planned steps load: none will be finished."""

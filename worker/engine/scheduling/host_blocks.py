@@ -63,6 +63,10 @@ class HostBlocks:
         self._counts.hit_tokens += len(blocks) * self._scheduler.block_size
         self._use(name, places)
 
+    def gone(self, step: BlockCopies) -> set[int]:
+        """Return none: pages stay as they are while they are pinned."""
+        return set()
+
     # ------------------------------------------------------------------ stores
 
     def plan(self, step: BlockCopies, tokens: dict[str, int], now_s: float) -> None:

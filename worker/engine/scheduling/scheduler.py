@@ -6,6 +6,7 @@ hold; those tasks stay in place until their mode is bound again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.protocol.prefixes import prefix_hashes
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import distinct
 from worker.engine.counters import EngineCounts
 from worker.engine.scheduling.connector import BlockConnector
@@ -35,6 +37,7 @@ from worker.engine.scheduling.handover import (
     take_blocks,
 )
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
+from worker.engine.scheduling.watched_pool import BlockEntries, watch
 from worker.rank.task_state import CachedChain, RunningState
 
 REGISTERED_PER_STEP = 32
@@ -79,10 +82,16 @@ class ModeScheduler(Scheduler):
         """Tasks that migrated away but were not removed from vLLM yet."""
         self.blocks: BlockConnector | None = None
         """What its tasks load and store; None if there is nowhere to load from."""
+        self.entries: BlockEntries | None = None
+        """Its full blocks in the directory of the group; None if the cell has none."""
 
     def use_connector(self, connector: BlockConnector) -> None:
         """Load and store blocks by these hooks from now on; call before the first task."""
         self.connector = self.blocks = connector
+
+    def use_directory(self, directory: GroupDirectory) -> None:
+        """Enter full blocks into the group's directory from now on."""
+        self.entries = watch(self.kv_cache_manager.block_pool, directory)
 
     def add_task(self, request: Request, generated: list[int]) -> None:
         """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
@@ -121,6 +130,8 @@ class ModeScheduler(Scheduler):
         the decodes after them: each of these steps takes its loans' time, and prompts use it.
         """
         output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
+        if self.entries is not None:
+            self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
             self._make_room()
         if getattr(output, "pending_structured_output_tokens", False):
@@ -173,8 +184,14 @@ class ModeScheduler(Scheduler):
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return the outputs for their clients."""
         self._counts.computed_tokens += plan.tokens
-        if self.blocks is not None:
-            self.blocks.step_is_over(plan.output.kv_connector_metadata)
+        copies, void = plan.output.kv_connector_metadata, set[int]()
+        if self.blocks is not None and copies is not None:
+            void = self.blocks.step_is_over(copies)
+        if void:
+            # vLLM computes these blocks, and what read them, in the next step.
+            result = replace(result, kv_connector_output=KVConnectorOutput(invalid_block_ids=void))
+        if self.entries is not None:
+            self.entries.step_is_over(plan.output, is_void=bool(void))
         by_client = self.update_from_output(plan.output, result)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
@@ -285,6 +302,8 @@ class ModeScheduler(Scheduler):
         self._drain_deferred_frees()
         if self.blocks is not None:
             self.blocks.forget_steps()
+        if self.entries is not None:
+            self.entries.forget_steps()
 
     def adopt(
         self,

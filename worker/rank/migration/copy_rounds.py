@@ -248,6 +248,7 @@ class CopyRounds:
 
     def _begin(self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False) -> None:
         """Start copies; `is_next`: others are running already."""
+        self._give_up_pages(copies, units)
         first = self._engine.spec.first
         by_rank = {
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
@@ -258,6 +259,14 @@ class CopyRounds:
             # Building requests takes the CPU as long as copying takes the link, and would delay the
             # launch of the copies.
             launched.wait()
+
+    def _give_up_pages(self, copies: Sequence[UnitCopies], units: int) -> None:
+        """Let nobody continue a lost rank's tasks from pages that these copies change."""
+        pages = [each.dst_units // units for each in copies if each.dst_rank == self._rank]
+        directories = [mode.directory for mode in self._engine.modes.values()]
+        for directory in directories if pages else ():
+            if directory is not None:
+                directory.give_up_pages(self._rank, np.concatenate(pages))
 
     def _conclude(self) -> None:
         """Wait for copies: none may still write after the migration has ended, however it ends."""

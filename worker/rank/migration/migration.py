@@ -377,6 +377,7 @@ class Migration:
             return
         indices = move.indices[number]
         pages = lease.pages[place]
+        self._runtime.leases.end_rescue(group.ranks)
         pool.lease_these(group.ranks, indices, pages)
         table = self._runtime.mode_of(group).table
         assert table is not None

@@ -1,0 +1,212 @@
+"""Which full blocks lie in the device pages of a group, in memory that outlives its processes.
+
+The group's leader writes the blocks, each member where it has them and whether it still does. ints
+read it once the group has lost a member: its tasks continue on them without computing these blocks
+again. No lock is shared, so a process may end at any instruction. Invariants:
+
+- An entry is valid only after the step that fills its block, and no more before a step that writes
+  to the block again.
+- A member withdraws its mark of a page, or of all, before the page gets other content. All marks
+  belong to one formation and do not come back in it. So a reader that finds entry and marks
+  unchanged after its copies has copied that block.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+FENCE = threading.Lock()
+"""Taking a lock orders memory, which a store and a later load of another word need."""
+
+HASH_BYTES = 32
+CACHED, HELD = 1, 2
+"""States of a valid entry: its block is free, and can be hit; a task holds it."""
+
+_WORD_BYTES = 8
+_FORMATION, _FROZEN = range(2)
+_HEADER_WORDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryShape:
+    """The sizes of a group's directory: its ranks, the pages of each, the slots of a page."""
+
+    ranks: tuple[int, ...]
+    num_pages: int
+    slots_per_page: int
+
+    @property
+    def width(self) -> int:
+        """The number of members, k."""
+        return len(self.ranks)
+
+    @property
+    def blocks(self) -> int:
+        """The number of logical blocks, B."""
+        return self.num_pages * self.slots_per_page
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The bytes at which words, marks, states, hashes and slots begin, and where all ends."""
+        words = _WORD_BYTES * (_HEADER_WORDS + 2 * self.width)
+        sizes = (words, self.width * self.num_pages, self.blocks, HASH_BYTES * self.blocks)
+        slots = 4 * self.width * self.blocks if self.width > 1 else 0
+        at = [0]
+        for size in (*sizes, slots):
+            at.append(at[-1] + -(-size // _WORD_BYTES) * _WORD_BYTES)
+        return tuple(at)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all."""
+        return self.offsets[-1]
+
+
+class GroupDirectory:
+    """The directory of one group, for its members and for readers.
+
+    `memory` has `shape.num_bytes` bytes, zeros at first; that of a reader may be read-only.
+    """
+
+    def __init__(self, memory: memoryview, shape: DirectoryShape) -> None:
+        self.shape = shape
+        words, marks, states, hashes, slots, end = shape.offsets
+        k, pages, blocks = shape.width, shape.num_pages, shape.blocks
+        whole = np.frombuffer(memory, np.uint8, shape.num_bytes)
+        self._words = whole[words : _WORD_BYTES * (_HEADER_WORDS + 2 * k)].view(np.int64)
+        self._marks = whole[marks : marks + k * pages].reshape(k, pages)
+        self._states = whole[states : states + blocks]
+        self._hashes = whole[hashes : hashes + HASH_BYTES * blocks].reshape(blocks, HASH_BYTES)
+        self._slots = whole[slots:end].view(np.int32).reshape(k, blocks) if k > 1 else None
+        self._members = self._words[_HEADER_WORDS : _HEADER_WORDS + k]
+        self._intact = self._words[_HEADER_WORDS + k :]
+        self._is_led = False
+        """Whether this process leads the group, and enters its blocks."""
+
+    # ------------------------------------------------------------------ the leader
+
+    def begin(self, formation: int, members: Sequence[int]) -> None:
+        """Begin empty for a formation, whose members have these incarnations."""
+        with FENCE:
+            self._words[_FORMATION] = 0
+        self._states[:] = 0
+        self._members[:] = members
+        self._words[_FROZEN] = 0
+        with FENCE:
+            self._words[_FORMATION] = formation
+        self._is_led = True
+
+    def freeze(self) -> None:
+        """Leave it as it is until `begin`: no step of the formation counts any more."""
+        if self._is_led:
+            self._is_led = False
+            self._words[_FROZEN] = 1
+
+    def fill(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Enter (n,) blocks, which tasks hold, with the hashes of their content."""
+        if not self._is_led or not blocks:
+            return
+        numbers = np.array(blocks, dtype=np.int64)
+        text = b"".join(each.ljust(HASH_BYTES, b"\0") for each in keys)
+        self._hashes[numbers] = np.frombuffer(text, np.uint8).reshape(-1, HASH_BYTES)
+        with FENCE:
+            self._states[numbers] = HELD
+
+    def clear(self, block: int) -> None:
+        """Remove the entry of a block: a later step writes to it."""
+        if self._is_led and self._states[block]:
+            with FENCE:
+                self._states[block] = 0
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Note that tasks hold these blocks, if they have entries."""
+        self._turn(blocks, CACHED, HELD)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Note that no task holds these blocks any more; their content stays."""
+        self._turn(blocks, HELD, CACHED)
+
+    def _turn(self, blocks: Iterable[int], old: int, new: int) -> None:
+        if not self._is_led:
+            return
+        numbers = np.fromiter(blocks, dtype=np.int64)
+        self._states[numbers[self._states[numbers] == old]] = new
+
+    # ------------------------------------------------------------------ each member
+
+    def keep(self, rank: int, formation: int, slots: npt.NDArray[np.int32] | None) -> None:
+        """Mark all pages of a member as its own; `slots` (B,) is its table, None in dp."""
+        place = self.shape.ranks.index(rank)
+        self._intact[place] = 0
+        if slots is not None and self._slots is not None:
+            self._slots[place] = slots
+        self._marks[place] = 1
+        with FENCE:
+            self._intact[place] = formation
+
+    def give_up(self, rank: int, indices: Numbers | None = None) -> None:
+        """Withdraw a member's marks of these (n,) lease indices, or all; then pages may change."""
+        place = self.shape.ranks.index(rank)
+        with FENCE:
+            if indices is None:
+                self._intact[place] = 0
+            else:
+                self._marks[place, indices] = 0
+        with FENCE:
+            pass
+
+    def give_up_pages(self, rank: int, pages: Numbers) -> None:
+        """Withdraw a member's marks of all lease indices with a slot in these (n,) pages."""
+        place = self.shape.ranks.index(rank)
+        if not self._intact[place]:
+            return
+        changes = np.zeros(self.shape.num_pages, dtype=np.bool_)
+        changes[pages] = True
+        if self._slots is not None:
+            slots = self.shape.slots_per_page
+            changes = changes[self._slots[place] // slots].reshape(-1, slots).any(axis=1)
+        self.give_up(rank, np.flatnonzero(changes))
+
+    # ------------------------------------------------------------------ readers
+
+    @property
+    def formation(self) -> int:
+        """The formation that it can be read for, with the pages of all members; 0: it cannot."""
+        formation = int(self._words[_FORMATION])
+        return formation if formation and (self._intact == formation).all() else 0
+
+    def is_lost(self, members: Sequence[int | None]) -> bool:
+        """Return whether it is frozen, or the incarnations of its ranks are others by now."""
+        return bool(self._words[_FROZEN]) or list(members) != self._members.tolist()
+
+    def held_indices(self) -> Numbers:
+        """Return the lease indices with a block that a task holds, ascending."""
+        held = (self._states == HELD).reshape(-1, self.shape.slots_per_page)
+        return np.flatnonzero(held.any(axis=1))
+
+    def entries(self) -> tuple[list[int], list[bytes]]:
+        """Return the blocks with a valid entry that all members have, and their hashes."""
+        numbers = np.flatnonzero(self._states)
+        numbers = numbers[self.are_valid(numbers)]
+        text = self._hashes[numbers].tobytes()
+        keys = [text[at : at + HASH_BYTES] for at in range(0, len(text), HASH_BYTES)]
+        return numbers.tolist(), keys
+
+    def are_valid(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
+        """Return, per block, whether its entry is valid and all members have its page."""
+        with FENCE:
+            marks = self._marks[:, blocks // self.shape.slots_per_page]
+            valid: npt.NDArray[np.bool_] = (self._states[blocks] != 0) & marks.all(axis=0)
+        return valid
+
+    def slots(self, place: int, blocks: Numbers) -> Numbers:
+        """Return the slots in which the member at `place` has these blocks."""
+        if self._slots is None:
+            return blocks
+        slots: Numbers = self._slots[place, blocks].astype(np.int64)
+        return slots

@@ -1,0 +1,142 @@
+"""What the survivors of a lost group keep of its pages, and for how long."""
+
+import pytest
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.terms import Binding, Carry, Phase
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory
+from tests.harness.coordinator.builders import directive, target
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_rank import FakeRank, binding_of
+from worker.rank.leases import RESCUE_S
+
+RANKS = (Rank(0), Rank(1))
+BORN = 4
+PAGES = 16
+LEASED = 12
+
+
+class Clock:
+    """A host whose time the test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now_ns(self) -> int:
+        return int(self.seconds * 1e9)
+
+
+class Survivor:
+    """Rank 1, a follower of tp2, of which rank 0 may be lost."""
+
+    def __init__(self) -> None:
+        rank = FakeRank(FakeCell(2, pages=PAGES), 1)
+        self.runtime, self.engine, self.clock = rank.runtime, rank.engine, Clock()
+        self.runtime.host = self.clock  # type: ignore[assignment]
+        memory = memoryview(bytearray(DirectoryShape(RANKS, PAGES, 2).num_bytes))
+        self.leader, self.own, self.reader = (
+            GroupDirectory(memory, DirectoryShape(RANKS, PAGES, 2)) for _ in range(3)
+        )
+        self.engine.directories[RANKS] = self.own
+        self.participant = SwitchParticipant(Rank(1), 1)
+        self.hear(BORN)
+        binding = Binding(Group(RANKS, Mode.TP), BORN)
+        self.runtime.leases.formed(RANKS, self.order(BORN))
+        self.runtime.leases.joined(binding)
+        mode = self.engine.of_width(2)
+        assert mode.table is not None
+        self.leader.begin(BORN, (1, 1))
+        self.runtime.leases.begin(mode, binding, LEASED, ())
+        self.leader.keep(0, BORN, mode.table.all_slots())
+        self.keys = iter(bytes([number]) * 32 for number in range(100))
+
+    def order(self, epoch: int, rank_0: int = 1) -> Directive:
+        wanted = target("dp4", epoch)
+        return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, members={0: rank_0})
+
+    def hear(self, epoch: int, rank_0: int = 1) -> None:
+        order = self.order(epoch, rank_0)
+        self.participant.on_directive(order)
+        self.runtime.leases.hear(order, self.participant)
+
+    def fill(self, *indices: int) -> None:
+        for index in indices:
+            self.leader.fill([2 * index], [next(self.keys)])
+
+    @property
+    def leased(self) -> list[int]:
+        found: list[int] = self.engine.pages.lease_indices(RANKS).tolist()
+        return found
+
+    @property
+    def readable(self) -> list[int]:
+        return self.reader.entries()[0] if self.reader.formation else []
+
+
+def test_pages_with_tasks_stay_until_others_had_time_to_read_them() -> None:
+    rank = Survivor()
+    rank.fill(2, 3, 5)
+    rank.leader.release([10])
+    rank.hear(BORN + 1, rank_0=2)
+    assert rank.leased == [2, 3]
+    assert rank.readable == [4, 6], "what no task holds is not kept"
+    assert rank.engine.present[Rank(0)] == 2
+    rank.clock.seconds += RESCUE_S - 0.1
+    rank.runtime.look()
+    assert rank.leased == [2, 3]
+    rank.clock.seconds += 0.2
+    rank.runtime.look()
+    assert rank.leased == []
+    assert rank.readable == []
+
+
+def test_others_have_room_for_what_is_kept() -> None:
+    rank = Survivor()
+    rank.fill(*range(1, LEASED + 1))
+    rank.hear(BORN + 1, rank_0=2)
+    assert rank.leased == list(range(1, PAGES // 3 + 1))
+    # Two blocks a page, of which rank 0 has the other half: as many pages as are free here.
+    assert 2 * len(rank.leased) <= rank.engine.pages.counts().free
+
+
+def test_a_group_that_is_left_whole_keeps_nothing() -> None:
+    rank = Survivor()
+    rank.fill(2, 3)
+    assert rank.runtime.leases.keep_only(RANKS, (3,))
+    assert rank.leased == [3]
+    assert rank.readable == [6]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_group_that_begins_ends_the_rescue_of_its_ranks_alone(is_new: bool) -> None:
+    rank = Survivor()
+    rank.fill(2, 3)
+    rank.hear(BORN + 1, rank_0=2)
+    own = binding_of(0, 2, BORN + 2) if is_new else binding_of(1, 1, BORN + 2)
+    rank.runtime.leases.formed(own.group.ranks, rank.order(BORN + 2, 2))
+    rank.runtime.leases.joined(own)
+    mode = rank.engine.of_width(own.group.width)
+    rank.runtime.leases.begin(mode, own, 3, ())
+    assert rank.leased == ([1, 2, 3] if is_new else [2, 3])
+    assert rank.readable == ([] if is_new else [4, 6])
+    rank.clock.seconds += RESCUE_S + 0.1
+    rank.runtime.look()
+    assert rank.leased == ([1, 2, 3] if is_new else [])
+
+
+def test_a_group_that_begins_lets_nobody_read_what_its_pages_held() -> None:
+    rank = Survivor()
+    rank.fill(2)
+    own = binding_of(1, 1, BORN + 2)
+    rank.runtime.leases.begin(rank.engine.of_width(1), own, 3, ())
+    assert rank.readable == []
+
+
+def test_an_aborted_formation_is_lost_before_the_coordinator_says_so() -> None:
+    rank = Survivor()
+    rank.fill(2)
+    rank.engine.communicators.abort(RANKS, BORN)
+    rank.runtime.leases.keep_only(RANKS, ())
+    assert rank.leased == [2]
