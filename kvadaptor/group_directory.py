@@ -184,10 +184,11 @@ class GroupDirectory:
         """Return whether it is frozen, or the incarnations of its ranks are others by now."""
         return bool(self._words[_FROZEN]) or list(members) != self._members.tolist()
 
-    def held_indices(self) -> Numbers:
-        """Return the lease indices with a block that a task holds, ascending."""
-        held = (self._states == HELD).reshape(-1, self.shape.slots_per_page)
-        return np.flatnonzero(held.any(axis=1))
+    def held_pages(self, rank: int) -> Numbers:
+        """Return the pages in which a member has blocks that tasks hold, ascending."""
+        slots = self.slots(self.shape.ranks.index(rank), np.flatnonzero(self._states == HELD))
+        pages: Numbers = np.unique(slots // self.shape.slots_per_page)
+        return pages
 
     def entries(self) -> tuple[list[int], list[bytes]]:
         """Return the blocks with a valid entry that all members have, and their hashes."""
@@ -196,6 +197,13 @@ class GroupDirectory:
         text = self._hashes[numbers].tobytes()
         keys = [text[at : at + HASH_BYTES] for at in range(0, len(text), HASH_BYTES)]
         return numbers.tolist(), keys
+
+    def has(self, block: int, key: bytes) -> bool:
+        """Return whether the block with this hash is there: its entry, and the pages of all."""
+        held = self._hashes[block].tobytes()
+        is_valid = bool(self.are_valid(np.array([block], dtype=np.int64))[0])
+        # The entry was valid after that read, so the hash is whole.
+        return is_valid and held == key.ljust(HASH_BYTES, b"\0")
 
     def are_valid(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
         """Return, per block, whether its entry is valid and all members have its page."""

@@ -52,7 +52,8 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         ranks=2,
         engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         limits={"host_kv_gib": HOST_KV_GIB},
-        pause_limit_ms=30_000,
+        # Two long pauses in a row would let a task that waits for pages seem to hang.
+        pause_limit_ms=5_000,
     ) as running:
         yield running
 

@@ -20,7 +20,7 @@ from kvadaptor.geometry import PageGeometry
 from kvadaptor.group_directory import HASH_BYTES, DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.views import KVBuffer
-from worker.engine.scheduling.connector import BlockCopies, LedTaskView
+from worker.engine.scheduling.connector import BlockCopies, LedTaskView, Loads
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -102,17 +102,15 @@ class LostKV:
     def find(self, key: bytes) -> int | None:
         """Return the place of this block, as last refreshed; None if it is nowhere."""
         place = self._places.get(key.ljust(HASH_BYTES, b"\0"))
-        if place is None or not self.is_there(place, self._read.get(place // PLACES, 0)):
+        if place is None or not self.is_there(place, key, self._read.get(place // PLACES, 0)):
             return None
         return place
 
-    def is_there(self, place: int, formation: int) -> bool:
-        """Return whether a place still holds what it held in this formation of its group."""
+    def is_there(self, place: int, key: bytes, formation: int) -> bool:
+        """Return whether a place holds this block, still in this formation of its group."""
         number, block = divmod(place, PLACES)
         directory = self.directories[number]
-        return directory.formation == formation and bool(
-            directory.are_valid(np.array([block], dtype=np.int64))[0]
-        )
+        return directory.formation == formation and directory.has(block, key)
 
     def formation_of(self, place: int) -> int:
         """Return the formation in which a found place holds its block."""
@@ -184,16 +182,20 @@ class LostBlocks:
         """Return True: a copy reads a few bytes where a step reads all weights."""
         return tokens > 0
 
-    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
-        """Let a step load these places into a task's blocks."""
+    def load(self, step: BlockCopies, name: str, loads: Loads) -> None:
+        """Let a step load these into a task's blocks."""
+        places = [each.place for each in loads]
+        blocks = [each.block for each in loads]
         step.lost_blocks += blocks
         step.lost_places += places
+        step.lost_keys += [each.key for each in loads]
         step.lost_formations += map(self._kv.formation_of, places)
         self._kv.hit_tokens += len(blocks) * self._scheduler.block_size
 
     def gone(self, step: BlockCopies) -> set[int]:
         """Return the blocks of a finished step whose places have changed meanwhile."""
-        there = map(self._kv.is_there, step.lost_places, step.lost_formations)
+        is_there = self._kv.is_there
+        there = map(is_there, step.lost_places, step.lost_keys, step.lost_formations)
         return {
             block for block, is_there in zip(step.lost_blocks, there, strict=True) if not is_there
         }

@@ -232,7 +232,10 @@ class Leases:
         mode, pool = engine.of_width(len(ranks)), engine.pages
         assert mode.table is not None
         if mode.directory is not None:
-            mode.directory.give_up(engine.spec.rank, indices)
+            # A migration may have filled the pages of several indices in another order.
+            leased, pages = pool.lease_of(ranks)
+            freed = pages[np.isin(leased, indices)]
+            mode.directory.give_up_pages(engine.spec.rank, freed)
         mode.table.unmap(indices)
         pool.keep_only(ranks, without(pool.lease_indices(ranks), indices).tolist())
 
@@ -247,10 +250,12 @@ class Leases:
             return dropped[:0]
         now_ns = self._runtime.host.now_ns()
         due_ns, _ = self._rescues.get(ranks, (now_ns + int(RESCUE_S * 1e9), dropped))
-        held = np.intersect1d(directory.held_indices(), dropped)
-        k, pages = len(ranks), self._runtime.engine.pages.counts().total
+        engine, k = self._runtime.engine, len(ranks)
+        indices, pages = engine.pages.lease_of(ranks)
+        is_held = np.isin(pages, directory.held_pages(engine.spec.rank))
+        held = np.intersect1d(indices[is_held], dropped)
         # All k members have n such pages; the others' free pages must hold these k·n.
-        rescued = held[: (k - 1) * pages // (2 * k - 1)]
+        rescued = held[: (k - 1) * engine.pages.counts().total // (2 * k - 1)]
         self._rescues[ranks] = due_ns, rescued
         return rescued
 

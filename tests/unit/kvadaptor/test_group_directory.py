@@ -107,7 +107,7 @@ def test_a_frozen_one_stays_as_it_is(pair: Pair) -> None:
     pair.leader.release([4])
     pair.leader.fill([5], KEYS[2:3])
     assert pair.readable() == [3, 4]
-    assert pair.reader.held_indices().tolist() == [1, 2]
+    assert pair.reader.held_pages(2).tolist() == [1, 2]
 
 
 def test_members_give_up_pages_or_all(pair: Pair) -> None:
@@ -120,12 +120,12 @@ def test_members_give_up_pages_or_all(pair: Pair) -> None:
 
 def test_held_blocks_are_told_from_cached_ones(pair: Pair) -> None:
     pair.leader.fill([2, 5], KEYS[:2])
-    assert pair.reader.held_indices().tolist() == [1, 2]
+    assert pair.reader.held_pages(2).tolist() == [1, 2]
     pair.leader.release([5, 8])
-    assert pair.reader.held_indices().tolist() == [1]
+    assert pair.reader.held_pages(2).tolist() == [1]
     assert pair.readable() == [2, 5], "a free block keeps its content"
     pair.leader.hold([5, 8])
-    assert pair.reader.held_indices().tolist() == [1, 2]
+    assert pair.reader.held_pages(2).tolist() == [1, 2]
     assert not pair.reader.are_valid(np.array([8])).any(), "block 8 has no entry"
     assert (CACHED, HELD) == (1, 2)
 

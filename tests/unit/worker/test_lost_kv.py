@@ -14,7 +14,7 @@ from kvadaptor.geometry import PageGeometry
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from worker.engine.lost_kv import PLACES, LostBlocks, LostKV
-from worker.engine.scheduling.connector import BlockCopies
+from worker.engine.scheduling.connector import BlockCopies, Load
 from worker.engine.scheduling.watched_pool import BlockEntries
 
 PAGES = 5
@@ -130,12 +130,21 @@ def test_what_is_given_up_meanwhile_is_void() -> None:
     places = [source.take(key_of(block)) for block in (2, 4)]
     assert None not in places
     step = BlockCopies()
-    source.load(step, "task", [7, 8], [place for place in places if place is not None])
+    loads = zip((7, 8), (key_of(2), key_of(4)), places, strict=True)
+    source.load(step, "task", [Load(*each) for each in loads])  # type: ignore[arg-type]
     assert kv.hit_tokens == 2 * Tasks.block_size
     assert source.gone(step) == set()
     lost.give_up(1, np.array([2]))
     assert source.gone(step) == {8}
     assert source.take(key_of(4)) is None, "it is not offered again"
+    assert source.take(key_of(2)) is not None
+    # The group's leader lives, and gives the block to another task.
+    lost.clear(2)
+    lost.fill([2], [key_of(9)])
+    assert source.take(key_of(2)) is None
+    assert source.gone(step) == {7, 8}
+    lost.fill([2], [key_of(2)])
+    assert source.gone(step) == {8}, "the same content again"
     lost.give_up(0)
     assert source.gone(step) == {7, 8}
 

@@ -1,5 +1,6 @@
 """What the survivors of a lost group keep of its pages, and for how long."""
 
+import numpy as np
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
@@ -99,6 +100,23 @@ def test_others_have_room_for_what_is_kept() -> None:
     assert rank.leased == list(range(1, PAGES // 3 + 1))
     # Two blocks a page, of which rank 0 has the other half: as many pages as are free here.
     assert 2 * len(rank.leased) <= rank.engine.pages.counts().free
+
+
+def test_a_migration_may_have_spread_a_block_over_the_pages_of_another_index() -> None:
+    """Members then keep the pages in which they have the blocks, not those of the same index."""
+    rank = Survivor()
+    table = rank.engine.of_width(2).table
+    assert table is not None
+    # Blocks 4 to 7 lie in slots 7, 6, 5 and 4 of pages 2 and 3.
+    table.assign(np.array([4, 5, 6, 7]), np.array([7, 6, 5, 4]))
+    rank.own.keep(1, BORN, table.all_slots())
+    rank.fill(2)
+    rank.hear(BORN + 1, rank_0=2)
+    assert rank.leased == [3], "block 4 is in slot 7"
+    assert rank.readable == [4]
+    rank.clock.seconds += RESCUE_S + 0.1
+    rank.runtime.look()
+    assert rank.readable == []
 
 
 def test_a_group_that_is_left_whole_keeps_nothing() -> None:

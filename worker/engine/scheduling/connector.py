@@ -33,6 +33,7 @@ class BlockCopies(KVConnectorMetadata):
     """The host pages that are loaded."""
     lost_blocks: list[int] = field(default_factory=list)
     lost_places: list[int] = field(default_factory=list)
+    lost_keys: list[bytes] = field(default_factory=list)
     lost_formations: list[int] = field(default_factory=list)
     """Blocks of lost groups that are loaded, and the formations in which they are there."""
     store_blocks: list[int] = field(default_factory=list)
@@ -69,8 +70,8 @@ class BlockSource(Protocol):
     def is_sooner(self, tokens: int) -> bool:
         """Return whether loading this many tokens beats computing them."""
 
-    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
-        """Let a step load these places into a task's blocks."""
+    def load(self, step: BlockCopies, name: str, loads: "Loads") -> None:
+        """Let a step load these into a task's blocks."""
 
     def gone(self, step: BlockCopies) -> set[int]:
         """Return the blocks of a finished step that may have read something else."""
@@ -86,8 +87,19 @@ class BlockStores(Protocol):
         """Forget a task."""
 
 
-Taken = list[tuple[BlockSource, int]]
-"""Places that are kept, and their sources."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A logical block, the hash of its content, and the place where a source has that."""
+
+    block: int
+    key: bytes
+    place: int
+
+
+Loads = Sequence[Load]
+
+Taken = list[tuple[BlockSource, bytes, int]]
+"""Blocks that sources keep, by their hashes, and the places."""
 
 
 @dataclass(slots=True)
@@ -153,7 +165,7 @@ class BlockConnector:
         for key in keys:
             for source in self._sources:
                 if (place := source.take(key)) is not None:
-                    places.append((source, place))
+                    places.append((source, key, place))
                     break
             else:
                 break
@@ -162,7 +174,7 @@ class BlockConnector:
     def _sooner(self, places: Taken) -> Taken:
         """Return what is loaded sooner than computed, and let the rest go."""
         for source in self._sources:
-            numbers = [number for number, (each, _) in enumerate(places) if each is source]
+            numbers = [number for number, taken in enumerate(places) if taken[0] is source]
             if numbers and not source.is_sooner(len(numbers) * self._scheduler.block_size):
                 _let_go(places[numbers[0] :])
                 del places[numbers[0] :]
@@ -179,12 +191,15 @@ class BlockConnector:
         taken = offer.places[:count]
         _let_go(offer.places[count:])
         (numbers,) = blocks.get_block_ids()
-        pairs = list(zip(numbers[offer.first : offer.first + count], taken, strict=True))
+        into = numbers[offer.first : offer.first + count]
         for source in self._sources:
-            into = [block for block, (each, _) in pairs if each is source]
-            places = [place for _, (each, place) in pairs if each is source]
-            if into:
-                source.load(self._step, request.request_id, into, places)
+            loads = [
+                Load(block, key, place)
+                for block, (each, key, place) in zip(into, taken, strict=True)
+                if each is source
+            ]
+            if loads:
+                source.load(self._step, request.request_id, loads)
         self._taken += taken
 
     # ------------------------------------------------------------------ hooks: steps
@@ -196,7 +211,8 @@ class BlockConnector:
         now_s = time.monotonic()
         for name in [name for name, offer in self._offers.items() if now_s > offer.ends_s]:
             self._withdraw(name)
-        if self._stores is not None:
+        if self._stores is not None and not step.lost_blocks:
+            # What lost groups give counts only after the step; the next one stores it.
             self._stores.plan(step, scheduler_output.num_scheduled_tokens, now_s)
         if step.loads:
             self._loading.append((step, taken))
@@ -275,5 +291,5 @@ class BlockConnector:
 
 
 def _let_go(places: Taken) -> None:
-    for source, place in places:
+    for source, _, place in places:
         source.let_go((place,))

@@ -266,6 +266,8 @@ class ModeScheduler(Scheduler):
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park; return the lease indices that the remaining tasks still hold."""
         self._finished_chains.clear()
+        if self.entries is not None:
+            self.entries.withdraw()
         return self.grants.withdraw(self.held_blocks())
 
     def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:

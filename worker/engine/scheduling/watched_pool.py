@@ -54,10 +54,14 @@ class BlockEntries:
             self._planned.setdefault(block, key)
         self.directory.fill(list(filled), list(filled.values()))
 
-    def forget_steps(self) -> None:
-        """Enter nothing of the steps that are under way: the group is lost."""
+    def withdraw(self) -> None:
+        """Enter no block that got a hash until now: its group is left, and may lose the block."""
         self._steps.clear()
         self._planned.clear()
+
+    def forget_steps(self) -> None:
+        """Enter nothing of the steps that are under way: the group is lost."""
+        self.withdraw()
         self.directory.freeze()
 
 
