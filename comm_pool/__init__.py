@@ -2,6 +2,6 @@
 
 `layout` (terms and notation of a cell's partition), `plan` (the order in which every rank creates
 its communicators), `head_exchange` (the heads that travel around attention in sp), `mixed`
-(combinations of sp and tp) and `formations` (which ones were aborted) are pure: no torch, no vLLM,
-no clock. A leaf: imports nothing of ours.
+(groups that divide two things) and `formations` (which ones were aborted) are pure: no torch, no
+vLLM, no clock. A leaf: imports nothing of ours.
 """

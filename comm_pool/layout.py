@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 from typing import NewType
 
-from comm_pool.mixed import Mixed, MixedError
+from comm_pool.mixed import Mixed, MixedError, Staged, StagedError
 
 Rank = NewType("Rank", int)
 """A device and the one process that owns it, numbered 0..world-1 inside a cell."""
@@ -31,7 +31,7 @@ doubling.
 
 _ABSENT = "off"
 _TOKEN = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
-_MIXED_TOKEN = re.compile(r"(sp|shift)([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
+_TOKEN_WITH_PARTS = re.compile(r"(sp|shift|pp)([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
 
 
 class LayoutError(ValueError):
@@ -51,17 +51,19 @@ class Mode(StrEnum):
 
     A `shift` group computes each step in tp or in sp, whichever is faster for its number of tokens
     (Shift Parallelism, algorithm 3); `tp` and `sp` pin a group to one of them. A step itself is
-    never `shift`. In a mixed group, its `Mixed` takes the place of sp.
+    never `shift`. In a mixed group, its `Mixed` takes the place of sp. In a `pp` group each member
+    computes a range of the layers, and steps have its `Staged` in place of the mode.
     """
 
     DP = "dp"
     TP = "tp"
     SP = "sp"
     SHIFT = "shift"
+    PP = "pp"
 
 
-StepMode = Mode | Mixed
-"""How one step is computed: in dp, tp, sp, or with both tokens and weights divided."""
+StepMode = Mode | Mixed | Staged
+"""How one step is computed: dp, tp, sp, tokens and weights divided, or layers divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class Group:
 
     `ranks` ascend; their number (the width) is a power of two that divides the first of them. Mode
     is `dp` if and only if the width is 1. `tp` is the number of parts into which a mixed group of
-    mode sp or shift splits the weights; it is 1 in all other groups. Anything else raises
-    `LayoutError`.
+    mode sp or shift, or each stage of a pp group, splits the weights; it is 1 in all other groups.
+    Anything else raises `LayoutError`.
     """
 
     ranks: tuple[Rank, ...]
@@ -96,7 +98,7 @@ class Group:
         if (self.mode is Mode.DP) != (width == 1):
             raise LayoutError(
                 f"mode {self.mode} does not go with width {width}: a group one rank wide is dp, "
-                f"a wider one is tp, sp or shift."
+                f"a wider one is tp, sp, shift or pp."
             )
         if self.tp != 1:
             _check_parts(self.mode, width, self.tp)
@@ -113,7 +115,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Mode and width, such as `tp2`, `dp1` or `sp2tp2`, without the ranks."""
+        """Mode and width, such as `tp2`, `dp1`, `sp2tp2` or `pp4`, without the ranks."""
         if self.tp == 1:
             return f"{self.mode}{self.width}"
         return f"{self.mode}{self.width // self.tp}tp{self.tp}"
@@ -121,14 +123,26 @@ class Group:
     @property
     def mixed(self) -> Mixed | None:
         """The division of tokens and weights, if the group is mixed."""
-        return None if self.tp == 1 else Mixed(self.width // self.tp, self.tp)
+        is_mixed = self.tp > 1 and self.mode is not Mode.PP
+        return Mixed(self.width // self.tp, self.tp) if is_mixed else None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages; 1 if this is no pipeline group."""
+        return self.width // self.tp if self.mode is Mode.PP else 1
 
     @property
     def step_modes(self) -> tuple[StepMode, ...]:
         """The modes in which its steps may be computed."""
-        shared: StepMode = self.mixed or Mode.SP
-        several = {Mode.SHIFT: (Mode.TP, shared), Mode.SP: (shared,)}
-        return several.get(self.mode, (self.mode,))
+        match self.mode:
+            case Mode.DP | Mode.TP:
+                return (self.mode,)
+            case Mode.SP:
+                return (self.mixed or Mode.SP,)
+            case Mode.SHIFT:
+                return (Mode.TP, self.mixed or Mode.SP)
+            case Mode.PP:
+                return (Staged(self.stages, self.tp),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +205,22 @@ class Layout:
 
 
 def step_name(mode: StepMode, width: int) -> str:
-    """Return the name of a mode of a group's steps, such as `tp2` or `sp2tp2`."""
+    """Return the name of a mode of a group's steps, such as `tp2`, `sp2tp2` or `pp4`."""
     return f"{mode}{width}" if isinstance(mode, Mode) else str(mode)
 
 
 def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     """Read the notation of a layout of `world` ranks; width 1 is always supported.
 
-    Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
-    `shiftK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N ranks, in
-    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out, because they
-    are lost or must stay unused. So `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and
-    `dp2+off1+dp1` is four ranks without rank 2. A caller that must not leave a rank out checks
-    `Layout.ranks`. Any other text raises `LayoutError`: one sentence with the fault and what is
-    supported. Costs O(world), whatever the text.
+    Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK`,
+    `shiftK` and `ppK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N
+    ranks, in which M exchange heads, so M is a supported width too; `ppMtpN` is one group of M
+    pipeline stages, in each of which N ranks sum, so N is a supported width too; `offN` leaves N
+    ranks out, because they are lost or must stay unused. So `tp2+dp2` is ranks 0-1 together, then 2
+    and 3 alone, and `dp2+off1+dp1` is four ranks without rank 2. A caller that must not leave a
+    rank out checks `Layout.ranks`, one that serves the layout checks `why_unserved`. Any other text
+    raises `LayoutError`: one sentence with the fault and what is supported. Costs O(world),
+    whatever the text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")
@@ -221,7 +237,7 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
         if word not in (Mode.DP, _ABSENT):
             _check_wide(token, count, first, widths)
         if parts > 1:
-            _check_exchange(token, count // parts, widths)
+            _check_inside(token, Mode(word), count, parts, widths)
         if first + count > world:
             raise LayoutError(_coverage(text, "more than", world))
         ranks = tuple(Rank(rank) for rank in range(first, first + count))
@@ -258,6 +274,15 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
     return "+".join(tokens)
 
 
+def why_unserved(layout: Layout) -> str | None:
+    """Return why no engine runs a layout that can be written, or None: one sentence."""
+    staged = [group for group in layout.groups if group.mode is Mode.PP]
+    if not staged:
+        return None
+    group = staged[0]
+    return f"{group.name} is a pipeline group, which no engine runs yet: use 'tp{group.width}'."
+
+
 def diff(old: Layout, new: Layout) -> frozenset[Rank]:
     """Return the affected ranks: those whose group (ranks or mode) changes, appears or disappears.
 
@@ -274,6 +299,8 @@ def supported_layouts(
     mixed: Collection[Mixed] = (),
 ) -> tuple[Layout, ...]:
     """Return every layout that covers `world` ranks with these widths, modes and mixed groups.
+
+    Stages of pp groups are one rank each.
 
     The order is the same on every rank: by the group of rank 0, narrow before wide, then mode in
     the order of `Mode`, mixed ones after the plain one, then likewise for the following ranks; so
@@ -350,13 +377,10 @@ def _proposal(text: str, world: int, widths: Collection[int]) -> str:
 
 
 def _read_token(token: str, text: str, world: int, widths: Collection[int]) -> tuple[str, int, int]:
-    """Return (word, ranks, parts of the weights); the parts are 1 unless the group is mixed."""
-    if (mixed := _MIXED_TOKEN.fullmatch(token)) is not None:
-        shares, parts = int(mixed[2]), int(mixed[3])
-        try:
-            return mixed[1], Mixed(shares, parts).width, parts
-        except MixedError as error:
-            raise LayoutError(str(error)) from None
+    """Return (word, ranks, parts of the weights); the parts are 1 if the token names none."""
+    if (found := _TOKEN_WITH_PARTS.fullmatch(token)) is not None:
+        word, shares, parts = found[1], int(found[2]), int(found[3])
+        return word, _divided(Mode(word), shares, parts).width, parts
     words = (*(mode.value for mode in Mode), _ABSENT)
     match = _TOKEN.fullmatch(token)
     if match is None:
@@ -366,9 +390,11 @@ def _read_token(token: str, text: str, world: int, widths: Collection[int]) -> t
         )
     word, count = match[1], int(match[2])
     if word not in words:
+        # Not pp, as no engine runs it yet.
+        served = ", ".join(mode.value for mode in Mode if mode is not Mode.PP)
         raise LayoutError(
-            f"'{word}' in layout '{text}' is not a mode; supported are {', '.join(words[:-1])}, "
-            f"and {_ABSENT} for ranks left out."
+            f"'{word}' in layout '{text}' is not a mode; supported are {served}, and {_ABSENT} for "
+            "ranks left out."
         )
     if count == 0:
         raise LayoutError(f"'{token}' in layout '{text}' has no ranks; leave it out.")
@@ -376,20 +402,27 @@ def _read_token(token: str, text: str, world: int, widths: Collection[int]) -> t
 
 
 def _check_parts(mode: Mode, width: int, parts: int) -> None:
-    if mode not in (Mode.SP, Mode.SHIFT):
-        raise LayoutError(f"mode {mode} is never mixed: only sp and shift are.")
-    try:
-        mixed = Mixed(width // parts if parts > 0 else 0, parts)
-    except MixedError as error:
-        raise LayoutError(str(error)) from None
-    if mixed.width != width:
+    if mode not in (Mode.SP, Mode.SHIFT, Mode.PP):
+        raise LayoutError(f"mode {mode} never has parts: only sp, shift and pp have.")
+    divided = _divided(mode, width // parts if parts > 0 else 0, parts)
+    if divided.width != width:
         raise LayoutError(f"{parts} parts do not divide a group {width} wide.")
 
 
-def _check_exchange(token: str, width: int, widths: Collection[int]) -> None:
-    if width not in widths:
+def _divided(mode: Mode, shares: int, parts: int) -> Mixed | Staged:
+    """Return what divides the groups of a mode: shares of tokens or stages, times parts."""
+    try:
+        return Staged(shares, parts) if mode is Mode.PP else Mixed(shares, parts)
+    except (MixedError, StagedError) as error:
+        raise LayoutError(str(error)) from None
+
+
+def _check_inside(token: str, mode: Mode, width: int, parts: int, widths: Collection[int]) -> None:
+    """Refuse a group of several parts whose members inside cannot communicate."""
+    inside, what = (parts, "sums") if mode is Mode.PP else (width // parts, "exchanges heads")
+    if inside not in widths:
         raise LayoutError(
-            f"'{token}' exchanges heads in groups of {width} ranks, which is not a supported width."
+            f"'{token}' {what} in groups of {inside} ranks, which is not a supported width."
         )
 
 

@@ -1,10 +1,17 @@
-"""Mixed groups divide tokens and weights at once: who computes what, who communicates with whom.
+"""Groups that divide two things at once: who computes what, who communicates with whom.
 
-In a group `sp2tp2` the weights fall into n = 2 parts and a step's tokens into m = 2 shares; each of
-the m·n members computes one share with one part (Shift Parallelism, section 3.3.1). In the paper tp
-groups are contiguous and sp groups strided, so a member's heads differ from full tp and the tp
-model must be loaded in another order. Here the m neighbouring members hold the same part, so their
-all-to-all gives each the heads that it has in full tp of the same width. Pure.
+Mixed groups divide tokens and weights. In a group `sp2tp2` the weights fall into n = 2 parts and a
+step's tokens into m = 2 shares; each of the m·n members computes one share with one part (Shift
+Parallelism, section 3.3.1). In the paper tp groups are contiguous and sp groups strided, so a
+member's heads differ from full tp and the tp model must be loaded in another order. Here the m
+neighbouring members hold the same part, so their all-to-all gives each the heads that it has in
+full tp of the same width.
+
+Pipeline groups divide layers, and their stages may divide weights. In a group `pp2tp2` the layers
+fall into two pipeline stages, and the weights of each stage into two parts (Seesaw, section 4.1).
+Stages run from the highest rank down to the leader, so the leader has the last one: it samples, and
+nothing has to come back to it. Members of a stage are neighbours, so the groups that sum are
+aligned ones, which the cell has anyway. Pure.
 """
 
 import re
@@ -54,6 +61,38 @@ class Mixed:
     def reducing_with(self, member: int) -> range:
         """Return the members with the same tokens, by part: they sum the results of their parts."""
         return range(self.share_of(member), self.width, self.sp)
+
+
+class StagedError(ValueError):
+    """An impossible combination of pp and tp; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Staged:
+    """`pp` pipeline stages times `tp` parts of weights, powers of two, at least two stages.
+
+    Members are numbered by their place in the group, 0..width-1. Other numbers raise `StagedError`.
+    """
+
+    pp: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that do not make a pipeline group."""
+        for word, count in (("pp", self.pp), ("tp", self.tp)):
+            if count < 1 or count & (count - 1):
+                raise StagedError(f"{word}{count} in '{self}' is not a power of two.")
+        if self.pp == 1:
+            raise StagedError(f"'{self}' has a single stage; use 'tp{self.tp}'.")
+
+    def __str__(self) -> str:
+        """Return the notation, such as `pp4` or `pp2tp2`."""
+        return f"pp{self.pp}" if self.tp == 1 else f"pp{self.pp}tp{self.tp}"
+
+    @property
+    def width(self) -> int:
+        """Members of a group."""
+        return self.pp * self.tp
 
 
 def read_mixed(text: str) -> Mixed:

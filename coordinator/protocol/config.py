@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
+from comm_pool.layout import Layout, LayoutError, Mode, parse_layout, why_unserved
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.gateway_config import REDIS_SCHEMES, GatewayConfig
@@ -403,9 +403,12 @@ class Config(_Frozen):
     def initial_layout(self) -> Layout:
         """The layout to start in; raises ValueError if the cell cannot form it."""
         try:
-            return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
+            layout = parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
         except LayoutError as error:
             raise ValueError(f"cell.layout: {error}") from error
+        if (reason := why_unserved(layout)) is not None:
+            raise ValueError(f"cell.layout: {reason}")
+        return layout
 
     def mixed_groups(self) -> tuple[Mixed, ...]:
         """The mixed shapes that ranks prepare; raises ValueError if they cannot prepare one."""

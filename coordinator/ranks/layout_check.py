@@ -6,7 +6,7 @@ The core checks before it changes anything, for the admin API and for the policy
 import itertools
 from collections.abc import Collection
 
-from comm_pool.layout import Group, Layout, Mode, Rank
+from comm_pool.layout import Group, Layout, Mode, Rank, why_unserved
 from coordinator.ranks.roster import Roster
 
 
@@ -15,7 +15,11 @@ def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> 
     wide = [group for group in layout.groups if group.width > 1]
     # Lazily and in order, as the roster may know nothing of an unavailable rank.
     reasons = itertools.chain(
-        [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
+        [
+            why_unserved(layout),
+            _refuse_narrow(layout, roster),
+            _refuse_ranks(layout, roster, alive),
+        ],
         (_refuse_lacking(group, roster) for group in layout.groups),
         (_refuse_group(group, roster) for group in wide),
         (_refuse_drifted(group, roster) for group in wide),

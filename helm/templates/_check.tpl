@@ -61,6 +61,9 @@
 {{- $ranks := int $cell.ranks -}}
 {{- $count := 0 -}}
 {{- range $part := splitList "+" $cell.layout -}}
+{{- if hasPrefix "pp" $part -}}
+{{- fail (printf "config.cell.layout %s has a pipeline group, which no engine runs yet: name another layout." $cell.layout) -}}
+{{- end -}}
 {{- $numbers := regexFindAll "[0-9]+" $part -1 -}}
 {{- $width := 1 -}}
 {{- range $number := $numbers }}{{ $width = mul $width (int $number) }}{{ end -}}

@@ -253,7 +253,10 @@ GROUPS: list[Object] = [
     | ({"widths": widths} if widths else {})
     for ranks, layout, widths in itertools.product(
         (1, 2, 4, 6),
-        ("", "dp2", "tp2", "dp4", "tp2+dp2", "sp4", "shift2tp2", "tp2+off1+dp1", "tp2+tp2+tp2"),
+        (
+            *("", "dp2", "tp2", "dp4", "tp2+dp2", "sp4", "shift2tp2", "tp2+off1+dp1"),
+            *("tp2+tp2+tp2", "pp2tp2", "dp2+pp2"),
+        ),
         ((), (1, 2), (1, 2, 4)),
     )
 ] + [

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_pool.layout import (
+    Group,
     Layout,
     LayoutError,
     Mode,
@@ -29,7 +30,17 @@ def layouts_in_worlds(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and its world; ranks may be missing."""
     world = draw(st.integers(1, 8))
     layout = draw(st.sampled_from(ALL[world]))
-    return layout.without(draw(some_ranks)), world
+    groups = [draw(with_parts(group)) for group in layout.groups]
+    return Layout(tuple(groups)).without(draw(some_ranks)), world
+
+
+@st.composite
+def with_parts(draw: st.DrawFn, group: Group) -> Group:
+    """A pipeline group has stages of one rank or several; others stay."""
+    if group.mode is not Mode.PP:
+        return group
+    parts = [parts for parts in WIDTHS if parts < group.width]
+    return Group(group.ranks, Mode.PP, draw(st.sampled_from(parts)))
 
 
 @given(layouts_in_worlds())
@@ -54,7 +65,7 @@ def test_any_text_is_a_layout_of_the_world_or_refused(text: str, world: int) -> 
 
 
 tokens = st.tuples(
-    st.sampled_from(["dp", "tp", "sp", "shift", "off"]), st.sampled_from([1, 2, 3, 4])
+    st.sampled_from(["dp", "tp", "sp", "shift", "pp", "off"]), st.sampled_from([1, 2, 3, 4])
 )
 
 
@@ -63,7 +74,7 @@ def test_well_formed_tokens_are_taken_exactly_when_aligned(parts: list[tuple[str
     text = "+".join(f"{word}{count}" for word, count in parts)
     world, fits = 0, True
     for word, count in parts:
-        if word in ("tp", "sp", "shift"):
+        if word in ("tp", "sp", "shift", "pp"):
             fits = fits and count in (2, 4) and world % count == 0
         world += count
     try:

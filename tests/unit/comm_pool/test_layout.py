@@ -14,9 +14,11 @@ from comm_pool.layout import (
     diff,
     format_layout,
     parse_layout,
+    step_name,
     supported_layouts,
+    why_unserved,
 )
-from comm_pool.mixed import Mixed
+from comm_pool.mixed import Mixed, Staged
 
 WIDTHS = (1, 2, 4)
 MODES = tuple(Mode)
@@ -45,19 +47,52 @@ def test_a_mixed_group_is_one_of_sp_or_shift_with_parts() -> None:
 @pytest.mark.parametrize(
     ("members", "mode", "parts", "reason"),
     [
-        ((0, 1, 2, 3), Mode.TP, 2, "mode tp is never mixed"),
-        ((0,), Mode.DP, 2, "mode dp is never mixed"),
+        ((0, 1, 2, 3), Mode.TP, 2, "mode tp never has parts"),
+        ((0,), Mode.DP, 2, "mode dp never has parts"),
         ((0, 1, 2, 3), Mode.SP, 4, "use 'tp4'"),
         ((0, 1, 2, 3), Mode.SP, 3, "tp3 in 'sp1tp3' is not a power of two"),
         ((0, 1, 2, 3), Mode.SHIFT, 0, "is not a power of two"),
         ((0, 1), Mode.SP, 4, "is not a power of two"),
+        ((0, 1, 2, 3), Mode.PP, 4, "'pp1tp4' has a single stage; use 'tp4'"),
+        ((0, 1, 2, 3), Mode.PP, 3, "tp3 in 'pp1tp3' is not a power of two"),
+        ((0, 1, 2, 3), Mode.PP, 0, "is not a power of two"),
     ],
 )
-def test_a_mixed_group_refuses(
+def test_a_group_with_parts_refuses(
     members: tuple[int, ...], mode: Mode, parts: int, reason: str
 ) -> None:
     with pytest.raises(LayoutError, match=reason):
         Group(ranks(*members), mode, parts)
+
+
+def test_a_pipeline_group_has_stages() -> None:
+    group = Group(ranks(4, 5, 6, 7), Mode.PP, 2)
+    assert (group.width, group.leader, group.name) == (4, 4, "pp2tp2")
+    assert (group.stages, group.mixed) == (2, None)
+    assert Group(ranks(0, 1), Mode.PP).stages == 2
+    assert Group(ranks(0, 1, 2, 3), Mode.SP, 2).stages == 1
+    assert read("pp2tp2").groups == (Group(ranks(0, 1, 2, 3), Mode.PP, 2),)
+    assert len({read(text) for text in ("pp2tp2", "pp4", "tp4", "sp2tp2")}) == 4
+
+
+def test_steps_of_a_pipeline_group_are_named_by_its_stages() -> None:
+    groups = [Group(ranks(0, 1, 2, 3), Mode.PP, parts) for parts in (1, 2)]
+    assert [each.step_modes for each in groups] == [(Staged(4),), (Staged(2, 2),)]
+    names = [step_name(mode, 4) for each in groups for mode in each.step_modes]
+    assert names == ["pp4", "pp2tp2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("dp2+pp2", "pp2 is a pipeline group, which no engine runs yet: use 'tp2'."),
+        ("pp2tp2", "pp2tp2 is a pipeline group, which no engine runs yet: use 'tp4'."),
+        ("shift2tp2", None),
+        ("tp2+sp2", None),
+    ],
+)
+def test_no_engine_runs_a_pipeline_group_yet(text: str, reason: str | None) -> None:
+    assert why_unserved(read(text)) == reason
 
 
 def test_group_has_width_leader_and_name() -> None:
@@ -80,6 +115,7 @@ def test_group_has_width_leader_and_name() -> None:
         ((0, 1), Mode.DP, "does not go with width 2"),
         ((0,), Mode.TP, "does not go with width 1"),
         ((0,), Mode.SP, "does not go with width 1"),
+        ((0,), Mode.PP, "does not go with width 1"),
     ],
 )
 def test_group_refuses(members: tuple[int, ...], mode: Mode, reason: str) -> None:
@@ -96,6 +132,10 @@ def test_group_refuses(members: tuple[int, ...], mode: Mode, reason: str) -> Non
         ("shift4", [("shift", (0, 1, 2, 3))]),
         ("sp2tp2", [("sp", (0, 1, 2, 3))]),
         ("shift2tp2", [("shift", (0, 1, 2, 3))]),
+        ("pp4", [("pp", (0, 1, 2, 3))]),
+        ("pp2tp2", [("pp", (0, 1, 2, 3))]),
+        ("pp2+pp2", [("pp", (0, 1)), ("pp", (2, 3))]),
+        ("dp1+off1+pp2", [("dp", (0,)), ("pp", (2, 3))]),
         ("tp2+dp2", [("tp", (0, 1)), ("dp", (2,)), ("dp", (3,))]),
         ("dp2+tp2", [("dp", (0,)), ("dp", (1,)), ("tp", (2, 3))]),
         ("tp2+tp2", [("tp", (0, 1)), ("tp", (2, 3))]),
@@ -128,7 +168,7 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
     ("text", "reason"),
     [
         ("", "empty; write for example 'dp4'"),
-        ("pp4", "'pp' in layout 'pp4' is not a mode; supported are dp, tp, sp"),
+        ("ep4", "'ep' in layout 'ep4' is not a mode; supported are dp, tp, sp, shift, and off"),
         ("dp0+tp4", "'dp0' in layout 'dp0.tp4' has no ranks"),
         ("tp0", "has no ranks"),
         ("dp04", "not a word with a number"),
@@ -152,6 +192,14 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
         ("tp3+dp1", "width 3 of 'tp3' is not supported"),
         ("sp1tp4", "shares out no tokens; use 'tp4'"),
         ("sp4tp1", "splits no weights; use 'sp4'"),
+        ("pp1", "'pp1' is a single rank, which has no peers; use 'dp1'"),
+        ("pp8", "width 8 of 'pp8' is not supported"),
+        ("pp1tp4", "'pp1tp4' has a single stage; use 'tp4'"),
+        ("pp3tp2", "pp3 in 'pp3tp2' is not a power of two"),
+        ("pp2tp3", "tp3 in 'pp2tp3' is not a power of two"),
+        ("pp2tp4", "width 8 of 'pp2tp4' is not supported"),
+        ("pp2sp2", "not a word with a number"),
+        ("dp1+pp2+dp1", "'pp2' would start at rank 1, but .* multiple of 2"),
         ("shift3tp2", "sp3 in 'sp3tp2' is not a power of two"),
         ("sp2tp4", "width 8 of 'sp2tp4' is not supported"),
         ("tp2tp2", "not a word with a number"),
@@ -175,6 +223,16 @@ def test_notation_refuses_with_a_reason(text: str, reason: str) -> None:
 def test_a_mixed_group_needs_the_width_in_which_it_exchanges() -> None:
     with pytest.raises(LayoutError, match="exchanges heads in groups of 2 ranks, which is no"):
         parse_layout("sp2tp2", 4, (1, 4))
+
+
+def test_a_stage_of_several_ranks_needs_their_width() -> None:
+    with pytest.raises(LayoutError, match="'pp4tp2' sums in groups of 2 ranks, which is not a"):
+        parse_layout("pp4tp2", 8, (1, 4, 8))
+    assert str(parse_layout("pp4tp2", 8, (1, 2, 8))) == "pp4tp2"
+
+
+def test_a_stage_of_one_rank_needs_no_parts_in_the_notation() -> None:
+    assert str(read("pp4tp1")) == "pp4"
 
 
 def test_notation_refuses_a_width_that_is_no_power_of_two_even_if_supported() -> None:
@@ -274,7 +332,7 @@ def test_supported_layouts_do_not_follow_the_order_of_the_arguments() -> None:
     assert [str(each) for each in found] == ["dp2", "tp2", "sp2"]
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 4), (4, 19), (6, 76), (8, 364)])
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 5), (4, 29), (6, 145), (8, 845)])
 def test_supported_layouts_are_all_and_each_once(world: int, count: int) -> None:
     found = supported_layouts(world, (1, 2, 4, 8), MODES)
     assert len(found) == len(set(found)) == count

@@ -123,6 +123,7 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
     [
         (["--layout", "tp3"], "width 3"),
         (["--layout", "dp9"], "--layout: layout 'dp9' covers more than 2 ranks"),
+        (["--layout", "pp2"], "--layout: pp2 is a pipeline group, which no engine runs yet: use"),
         (["--ranks", "0"], "at least one rank"),
         (["--ranks", "200"], "less than or equal to 64"),
         (["--widths", "1,x"], "no list of numbers"),
