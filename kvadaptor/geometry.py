@@ -1,9 +1,10 @@
-"""Where each KV head of each page lies, in every width.
+"""Where each layer and KV head of each page lies, in every split.
 
-Invariant: the bytes of a page are constant; a group of width k holds 1/k of the heads, so the page
-holds k times the tokens (Flying Serving, equation 3, section 4.2 on the KV cache adaptor). The page
-is stored head-major, so slots tile it exactly. The worker calls it to size, view and re-shard its
-KV memory, the coordinator to know what fits.
+Invariant: the bytes of a page are constant; a member of a group of width k holds 1/k of the KV, so
+the page holds k times the tokens (Flying Serving, equation 3, section 4.2 on the KV cache adaptor).
+A page is stored layer by layer, each head-major, so ranges of layers times ranges of heads tile it
+as slots. The worker calls it to size, view and re-shard its KV memory, the coordinator to know what
+fits.
 """
 
 from dataclasses import dataclass, fields
@@ -13,17 +14,75 @@ class GeometryError(ValueError):
     """Sizes that do not go together, or a negative amount; the message is one sentence."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """How a group divides the KV of its tokens: `pp` ranges of layers times `tp` ranges of heads.
+
+    In dp both are 1, in tp, sp and mixed groups `pp` is 1. Other numbers than powers of two raise
+    `GeometryError`.
+    """
+
+    pp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are no powers of two."""
+        for word, count in (("pp", self.pp), ("tp", self.tp)):
+            if count < 1 or count & (count - 1):
+                raise GeometryError(f"{word} {count} of a split is not a power of two.")
+
+    @property
+    def width(self) -> int:
+        """Members of a group, k."""
+        return self.pp * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots that tile a page in one split: a grid of `rows` of layers times `columns` of heads.
+
+    A slot has `layers` layers and `heads` heads of b tokens, 1/`count` of a page. Slot s lies where
+    dp has layers s // `columns` · `layers` and up, heads s % `columns` · `heads` and up; a member
+    may keep its own layers and heads in any of them.
+    """
+
+    rows: int
+    columns: int
+    layers: int
+    heads: int
+
+    @property
+    def count(self) -> int:
+        """Slots of a page."""
+        return self.rows * self.columns
+
+    def first_blocks(self, num_pages: int) -> tuple[int, ...]:
+        """Return the block of each slot of page 0, in a memory of `num_pages` (N) pages.
+
+        A block is 1/`columns` of a page's bytes in a layer, and blocks are numbered through the
+        regions of all layers. The l-th layer of a slot is seen from region l on, so a slot has one
+        number in all its layers: (s // `columns` · `layers` · N + page) · `columns` + s %
+        `columns`. With one row, that is `columns` · page + s.
+        """
+        row = self.layers * num_pages * self.columns
+        return tuple(slot // self.columns * row + slot % self.columns for slot in range(self.count))
+
+    def num_blocks(self, num_pages: int) -> int:
+        """Return how many blocks that are, so that the last layer's last one ends the memory."""
+        return self.first_blocks(num_pages)[-1] + (num_pages - 1) * self.columns + 1
+
+
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """Sizes of a model's KV cache, in all widths.
+    """Sizes of a model's KV cache, in all splits.
 
     Memory is vLLM's `LBHNC`: per layer (L) a region of pages (B), per page its KV heads (H), per
     head N tokens, per token C = K and V contents. One page id denotes the same index in the region
     of every layer. `num_layers` counts the layers of this rank, `num_kv_heads` (H) the heads of the
     whole model, `head_dim_k` and `head_dim_v` elements, `dtype_bytes` bytes per element.
     `tokens_per_slot` (b) is the tokens of one head in a slot, the same in every mode and equal to a
-    page's tokens in dp. In every method k is the width of the group, dp being k = 1. All sizes are
-    positive, or `GeometryError`.
+    page's tokens in dp. In every method k is the width of a group that divides heads alone, dp
+    being k = 1. All sizes are positive, or `GeometryError`.
     """
 
     num_layers: int
@@ -54,6 +113,24 @@ class PageGeometry:
     def _head_bytes(self) -> int:
         """Bytes of one head's b tokens in one layer."""
         return self.tokens_per_slot * (self.head_dim_k + self.head_dim_v) * self.dtype_bytes
+
+    def slots(self, split: Split) -> Slots:
+        """Return the slots that tile a page in this split.
+
+        Raises `GeometryError` if `pp` does not divide the layers, and as `slots_per_page` does for
+        `tp`.
+        """
+        if self.num_layers % split.pp:
+            raise GeometryError(
+                f"{split.pp} stages do not divide the {self.num_layers} layers, so ranks would "
+                "hold unequal shares."
+            )
+        return Slots(
+            rows=split.pp,
+            columns=self.slots_per_page(split.tp),
+            layers=self.num_layers // split.pp,
+            heads=self.heads_per_rank(split.tp),
+        )
 
     def slots_per_page(self, k: int) -> int:
         """Return how many slots tile a page: k, or H if there are more ranks than heads.

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvadaptor.geometry import GeometryError, PageGeometry
+from kvadaptor.geometry import GeometryError, PageGeometry, Split
 from kvadaptor.transfer.peers import allocate
 
 LAYOUT = KVCacheLayout.LBHNC
@@ -114,21 +114,21 @@ class KVBuffer:
 
     def config(self, k: int) -> KVCacheConfig:
         """Return vLLM's KV configuration for width k: num_pages·slots blocks of b tokens."""
-        slots = self.geometry.slots_per_page(k)
-        spec = dataclasses.replace(self._spec, num_kv_heads=self.geometry.heads_per_rank(k))
+        slots = self.geometry.slots(Split(1, k))
+        spec = dataclasses.replace(self._spec, num_kv_heads=slots.heads)
         page_bytes = self.geometry.layer_page_bytes
-        if spec.page_size_bytes * slots != page_bytes:
+        if spec.page_size_bytes * slots.columns != page_bytes:
             raise GeometryError(
-                f"{slots} slots of {spec.page_size_bytes} bytes do not fill a page."
+                f"{slots.columns} slots of {spec.page_size_bytes} bytes do not fill a page."
             )
         tensor = KVCacheTensor(
             size=self.raw.numel(),
             layers=self._layers,
             layer_stride=page_bytes * self.num_pages,
-            block_stride=page_bytes // slots,
+            block_stride=page_bytes // slots.columns,
         )
         config = KVCacheConfig(
-            num_blocks=self.num_pages * slots,
+            num_blocks=slots.num_blocks(self.num_pages),
             kv_cache_tensors=[tensor],
             kv_cache_groups=[KVCacheGroupSpec(self._layers, spec)],
         )

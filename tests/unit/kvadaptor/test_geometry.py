@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvadaptor.geometry import GeometryError, PageGeometry
+from kvadaptor.geometry import GeometryError, PageGeometry, Slots, Split
 
 LLAMA_8B = PageGeometry(
     num_layers=32,
@@ -90,6 +90,38 @@ def test_widths_that_do_not_fit_the_heads_are_refused(heads: int, k: int, reason
     for ask in asked:
         with pytest.raises(GeometryError, match=reason):
             ask(k)
+
+
+def test_blocks_of_a_stage_follow_its_regions() -> None:
+    """32 layers in memory of 100 pages: the second stage's blocks begin 16 regions later."""
+    slots = LLAMA_8B.slots(Split(2, 2))
+    assert slots == Slots(rows=2, columns=2, layers=16, heads=4)
+    assert slots.first_blocks(100) == (0, 1, 3200, 3201)
+    assert slots.num_blocks(100) == 3400
+
+
+@pytest.mark.parametrize(
+    ("layers", "split", "reason"),
+    [
+        (30, Split(4, 1), "4 stages do not divide the 30 layers, so ranks would hold unequal"),
+        (3, Split(2, 2), "2 stages do not divide the 3 layers"),
+        (2, Split(4, 1), "4 stages do not divide the 2 layers"),
+        (4, Split(2, 8), "width 8 is not a multiple of the 6 KV heads"),
+    ],
+)
+def test_stages_that_do_not_divide_the_layers_are_refused(
+    layers: int, split: Split, reason: str
+) -> None:
+    with pytest.raises(GeometryError, match=reason):
+        replace(SMALL, num_layers=layers, num_kv_heads=6).slots(split)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "reason"), [(3, 1, "pp 3"), (1, 6, "tp 6"), (0, 1, "pp 0"), (1, -2, "tp -2")]
+)
+def test_splits_are_powers_of_two(pp: int, tp: int, reason: str) -> None:
+    with pytest.raises(GeometryError, match=f"{reason} of a split is not a power of two"):
+        Split(pp, tp)
 
 
 @pytest.mark.parametrize(
