@@ -18,8 +18,8 @@ class GeometryError(ValueError):
 class Split:
     """How a group divides the KV of its tokens: `pp` ranges of layers times `tp` ranges of heads.
 
-    In dp both are 1, in tp, sp and mixed groups `pp` is 1. Other numbers than powers of two raise
-    `GeometryError`.
+    In dp both are 1, in tp, sp and mixed groups `pp` is 1. Members are numbered by their place in
+    the group. Other numbers than powers of two raise `GeometryError`.
     """
 
     pp: int
@@ -35,6 +35,14 @@ class Split:
     def width(self) -> int:
         """Members of a group, k."""
         return self.pp * self.tp
+
+    def share_of(self, place: int) -> int:
+        """Return which of the k shares of each token's KV a member computes, numbered as slots are.
+
+        Pipeline stages run from the highest place down to the leader, which has the last layers.
+        """
+        stage = self.pp - 1 - place // self.tp
+        return stage * self.tp + place % self.tp
 
 
 @dataclass(frozen=True, slots=True)

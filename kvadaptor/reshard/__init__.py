@@ -1,1 +1,1 @@
-"""Plans the copies of KV blocks at a layout change: terms, blocks, assign, schedule, plan."""
+"""Plans copies of KV blocks at a layout change: terms, order, blocks, assign, schedule, plan."""

@@ -191,14 +191,13 @@ def _in_place(
     `numbers` are the concatenated blocks of all tasks, `sizes` their counts.
     """
     rank_of = blocks.source // (blocks.num_pages * blocks.units)
-    heads = np.arange(blocks.units)
+    offsets = np.arange(blocks.units)
     ends = np.cumsum([0, *sizes])
     counts = []
-    for group in given.new:
-        per_slot = blocks.units // len(group.ranks)
-        target = group.ranks[0] - blocks.first + heads // per_slot
+    for group, order in zip(given.new, blocks.orders, strict=True):
+        target = group.ranks[0] - blocks.first + order.holders
         right = rank_of == target[:, np.newaxis]
-        right &= blocks.source & (per_slot - 1) == (heads & (per_slot - 1))[:, np.newaxis]
+        right &= order.offset_of(blocks.source) == order.offset_of(offsets)[:, np.newaxis]
         total = np.concatenate(([0], np.cumsum(right.sum(axis=0)[numbers])))
         counts.append(np.diff(total[ends]).tolist())
     return counts

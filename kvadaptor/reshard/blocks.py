@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from kvadaptor.geometry import Split
 from kvadaptor.pages import NULL_PAGE
-from kvadaptor.reshard.terms import Chain, Ints, ReshardError, ReshardInput
-
-Bools = npt.NDArray[np.bool_]
+from kvadaptor.reshard.order import Bools, UnitOrder, order_of
+from kvadaptor.reshard.terms import Chain, Ints, NewGroup, OldGroup, ReshardError, ReshardInput
 
 _NOTHING: Ints = np.zeros(0, dtype=np.int64)
 
@@ -24,16 +23,17 @@ class Blocks:
     """All distinct blocks of a component, numbered 0..N-1 by old group and its leader's slot.
 
     `chains` are all chains in input order, `numbers` their (size,) block numbers; blocks of equal
-    content have the same number. P counts the pages of the rank with most. `source` is (U, N): the
-    flat unit `(rank - first)·P·U + unit` from which unit-head h of a block is best read. `used` and
-    `touchable` are (U, P): the pages per rank that hold a chain's slot, and those and the free
-    ones, which may be written and leased. `starts` is the first block number of each old group.
-    `early` are the block numbers that a rank, counted from the first, holds early, and their slots.
-    `prefers` is the new group of each chain with such blocks. `held`, (U, P·U), are the units that
-    hold chains; it is empty if nothing is early.
+    content have the same number. M counts the pages of the rank with most, and W the ranks.
+    `source` is (U, N): the flat unit `(rank - first)·M·U + unit` from which fragment h of a block
+    is best read. `used` and `touchable` are (W, M): the pages per rank that hold a chain's slot,
+    and those and the free ones, which may be written and leased. `starts` is the first block number
+    of each old group. `orders` are those of the new groups. `early` are the block numbers that a
+    rank, counted from the first, holds early, and their slots. `prefers` is the new group of each
+    chain with such blocks. `held`, (W, M·U), are the units that hold chains; it is empty if nothing
+    is early.
     """
 
-    units: int
+    finest: Split
     first: int
     chains: tuple[Chain, ...]
     numbers: tuple[Ints, ...]
@@ -41,53 +41,66 @@ class Blocks:
     used: Bools
     touchable: Bools
     starts: Ints
+    orders: tuple[UnitOrder, ...]
     early: Mapping[int, tuple[Ints, Ints]] = field(default_factory=dict)
     prefers: Mapping[int, int] = field(default_factory=dict)
     held: Bools = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
 
     @property
+    def units(self) -> int:
+        """Units of a page, U."""
+        return self.finest.width
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the component, W."""
+        return int(self.used.shape[0])
+
+    @property
     def num_pages(self) -> int:
-        """P, page 0 included."""
+        """M, page 0 included."""
         return int(self.used.shape[1])
 
 
 def read_blocks(given: ReshardInput) -> Blocks:
     """Check the input and number its blocks; raises `ReshardError`."""
-    units, first = _check_groups(given)
-    most = max(given.num_pages.values())
-    size = (units, most)
+    finest, first = _check_groups(given)
+    units, most = finest.width, max(given.num_pages.values())
+    size = (len(given.num_pages), most)
     free, used = (np.zeros(size, dtype=np.bool_) for _ in range(2))
     for rank, pages in given.free.items():
-        if not first <= rank < first + units:
+        if rank not in given.num_pages:
             raise ReshardError(f"rank {rank} is not in the component.")
         _check_range(pages, given.num_pages[rank], f"a page of rank {rank}")
         free[rank - first, pages] = True
-    held = np.zeros((units, most * units if given.early else 0), dtype=np.bool_)
+    held = np.zeros((size[0], most * units if given.early else 0), dtype=np.bool_)
     sources: list[Ints] = []
     numbers: list[Ints] = []
     total = 0
     for group in given.old:
-        lead = group.ranks[0] - first
+        lead, order = group.ranks[0] - first, order_of(group.split, finest)
         pages_of_members = [given.num_pages[rank] for rank in group.ranks]
         distinct, of_chains = _number(group.chains, pages_of_members, total)
         for place, slots in enumerate(distinct):
             used[lead + place, slots // len(group.ranks)] = True
             if given.early:
-                held[lead + place].reshape(-1, units // len(group.ranks))[slots] = True
-        sources.append(_units_of(distinct, lead, units, most))
+                order.mark(held[lead + place], slots)
+        sources.append(_units_of(distinct, lead, order, most * units))
         numbers += of_chains
         total += distinct.shape[1]
     chains = tuple(chain for group in given.old for chain in group.chains)
     if len({chain.id for chain in chains}) != len(chains):
         raise ReshardError("two chains have the same id.")
     source = np.concatenate(sources, axis=1)
+    orders = tuple(order_of(group.split, finest) for group in given.new)
     if any(chain.keys for chain in chains):
-        numbers = _merge_equal(chains, numbers, source, given)
+        holders = orders[0].holders if len(orders) == 1 else None
+        numbers = _merge_equal(chains, numbers, source, holders, most * units)
     early, prefers = _read_early(given, chains, numbers, used, first)
     if (used & free).any():
         raise ReshardError("a page that holds a chain's slot is called free.")
     return Blocks(
-        units=units,
+        finest=finest,
         first=first,
         chains=chains,
         numbers=tuple(numbers),
@@ -95,6 +108,7 @@ def read_blocks(given: ReshardInput) -> Blocks:
         used=used,
         touchable=used | free,
         starts=np.cumsum([0, *(each.shape[1] for each in sources[:-1])]),
+        orders=orders,
         early=early,
         prefers=prefers,
         held=held,
@@ -124,8 +138,8 @@ def _read_early(
     }, prefers
 
 
-def _check_groups(given: ReshardInput) -> tuple[int, int]:
-    """Return U and the first rank."""
+def _check_groups(given: ReshardInput) -> tuple[Split, int]:
+    """Return the finest split and the first rank."""
     olds, news = ([group.ranks for group in groups] for groups in (given.old, given.new))
     spans = [sorted(rank for ranks in groups for rank in ranks) for groups in (olds, news)]
     if not spans[0] or spans[0] != spans[1]:
@@ -134,16 +148,28 @@ def _check_groups(given: ReshardInput) -> tuple[int, int]:
         lead, width = ranks[0], len(ranks)
         if width & (width - 1) or ranks != tuple(range(lead, lead + width)) or lead % width:
             raise ReshardError(f"ranks {ranks} are not an aligned group.")
-    units = max(len(ranks) for ranks in (*olds, *news))
-    if units != len(spans[0]):
+    if max(len(ranks) for ranks in (*olds, *news)) != len(spans[0]):
         raise ReshardError("no old or new group spans the component.")
-    if given.num_kv_heads % units:
-        raise ReshardError(f"{units} ranks do not share {given.num_kv_heads} KV heads evenly.")
+    finest = _finest_split((*given.old, *given.new))
+    if given.num_kv_heads % finest.tp:
+        raise ReshardError(f"{finest.tp} ranks do not share {given.num_kv_heads} KV heads evenly.")
+    if given.num_layers % finest.pp:
+        raise ReshardError(f"{finest.pp} stages do not share {given.num_layers} layers evenly.")
     if given.num_pages.keys() != set(spans[0]):
         raise ReshardError("the number of pages is not known of exactly the component's ranks.")
     if min(given.num_pages.values()) < 1 or given.rounds_max < 1:
         raise ReshardError("a rank has at least page 0, and a plan at least one round.")
-    return units, spans[0][0]
+    return finest, spans[0][0]
+
+
+def _finest_split(groups: Sequence[OldGroup | NewGroup]) -> Split:
+    for group in groups:
+        if group.stages < 1 or group.stages & (group.stages - 1) or group.stages > len(group.ranks):
+            raise ReshardError(f"ranks {group.ranks} cannot be {group.stages} stages.")
+    return Split(
+        max(group.stages for group in groups),
+        max(len(group.ranks) // group.stages for group in groups),
+    )
 
 
 def _check_range(pages: Ints, num_pages: int, what: str) -> None:
@@ -197,21 +223,27 @@ def joined(numbers: Iterable[Ints]) -> Ints:
     return np.concatenate([_NOTHING, *numbers])
 
 
-def _units_of(slots: Ints, lead: int, units: int, num_pages: int) -> Ints:
-    """Return (U, n): the flat unit that holds each unit-head of the blocks."""
-    width = slots.shape[0]
-    share = units // width
-    heads = np.arange(units)
-    place = heads // share
-    flat: Ints = slots[place] * share + (heads % share)[:, np.newaxis]
-    flat += ((lead + place) * (num_pages * units))[:, np.newaxis]
+def _units_of(slots: Ints, lead: int, order: UnitOrder, rank_units: int) -> Ints:
+    """Return (U, n): the flat unit that holds each fragment of the blocks."""
+    flat: Ints = np.empty((slots.shape[0] * order.per_slot, slots.shape[1]), dtype=np.int64)
+    for place, row in enumerate(slots):
+        units = order.units_of(row)
+        units += (lead + place) * rank_units
+        flat[order.fragments(place)] = units
     return flat
 
 
 def _merge_equal(
-    chains: Sequence[Chain], numbers: Sequence[Ints], source: Ints, given: ReshardInput
+    chains: Sequence[Chain],
+    numbers: Sequence[Ints],
+    source: Ints,
+    holders: Ints | None,
+    rank_units: int,
 ) -> list[Ints]:
-    """Give blocks of equal keys the number of the first, and that block the best of their units."""
+    """Give blocks of equal keys the number of the first, and that block the best of their units.
+
+    `holders` (U,) is the place of the member that computes each fragment, if all become one group.
+    """
     key_of: dict[int, bytes] = {}
     first: dict[bytes, int] = {}
     for chain, blocks in zip(chains, numbers, strict=True):
@@ -221,13 +253,11 @@ def _merge_equal(
     same = np.arange(source.shape[1])
     for number, key in key_of.items():
         same[number] = first.setdefault(key, number)
-    # If all become one group, unit-head h ends on the rank at place h. If that rank has its own
-    # copy, none need be sent to it.
-    if len(given.new) == 1:
-        rank_units = max(given.num_pages.values()) * source.shape[0]
+    # If the rank at the holder's place has its own copy, none need be sent to it.
+    if holders is not None:
         copies = np.flatnonzero(same != np.arange(same.size))[::-1]  # of several, the first stays
-        for head, row in enumerate(source):
-            local = row // rank_units == head
+        for holder, row in zip(holders.tolist(), source, strict=True):
+            local = row // rank_units == holder
             better = copies[local[copies] & ~local[same[copies]]]
             row[same[better]] = row[better]
     return [same[blocks] for blocks in numbers]

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvadaptor.geometry import Split
 from kvadaptor.reshard.assign import share_out, urgency
 from kvadaptor.reshard.blocks import Blocks, joined, pieces, read_blocks
+from kvadaptor.reshard.order import Bools, UnitOrder
 from kvadaptor.reshard.terms import Ints, ReshardInput, UnitCopies
 
 
@@ -19,14 +21,15 @@ from kvadaptor.reshard.terms import Ints, ReshardInput, UnitCopies
 class EarlyPlan:
     """The early copies of one rank, most urgent blocks first.
 
-    `source_ranks` and `source_units` are (n, s): where the s units of each of n blocks are read.
-    They go to the units of slot `slots[i]`, in order. `places` are, per chain, the (m,) places of
-    its blocks that are copied, and their numbers among the n.
+    `finest` is that of a plan, `order` that of the rank's new group. `source_ranks` and
+    `source_units` are (n, s): where the s units of each of n blocks are read. They go to the units
+    of slot `slots[i]`, in order. `places` are, per chain, the (m,) places of its blocks that are
+    copied, and their numbers among the n.
     """
 
-    units: int
+    finest: Split
+    order: UnitOrder
     rank: int
-    width: int
     source_ranks: Ints
     source_units: Ints
     slots: Ints
@@ -37,10 +40,19 @@ class EarlyPlan:
         """Number of blocks, n."""
         return int(self.slots.size)
 
+    @property
+    def units(self) -> int:
+        """Units of a page, U."""
+        return self.finest.width
+
+    @property
+    def width(self) -> int:
+        """Ranks of the rank's new group."""
+        return self.order.split.width
+
     def copies(self, first: int, last: int) -> UnitCopies:
         """Return the copies of blocks `first` to `last` - 1."""
-        per_slot = self.source_units.shape[1]
-        target = self.slots[first:last, np.newaxis] * per_slot + np.arange(per_slot)
+        target = self.order.units_of(self.slots[first:last]).T
         ranks = self.source_ranks[first:last].reshape(-1)
         order = np.argsort(ranks, kind="stable")
         return UnitCopies(
@@ -62,25 +74,23 @@ def plan_early(given: ReshardInput, rank: int, spare: Ints) -> EarlyPlan:
     tasks = urgency(blocks)
     share = share_out(given, blocks, tasks, ())
     number = next(i for i, group in enumerate(given.new) if rank in group.ranks)
-    ranks = given.new[number].ranks
-    width, per_slot = len(ranks), blocks.units // len(ranks)
-    place = ranks.index(rank)
+    ranks, order = given.new[number].ranks, blocks.orders[number]
     mine = [task for task in tasks if share.group_of.get(task) == number]
     wanted = _in_order(joined(blocks.numbers[task] for task in mine))
     held, taken = blocks.early.get(rank - blocks.first, (wanted[:0], wanted[:0]))
-    source = blocks.source[place * per_slot : (place + 1) * per_slot, wanted]
-    is_there = _is_at_home(blocks, source, rank - blocks.first)
+    source = blocks.source[order.fragments(ranks.index(rank))][:, wanted]
+    is_there = _is_at_home(blocks, order, source, rank - blocks.first)
     is_there |= np.isin(wanted, held)
-    slots = (spare[:, np.newaxis] * width + np.arange(width)).reshape(-1)
+    slots = (spare[:, np.newaxis] * len(ranks) + np.arange(len(ranks))).reshape(-1)
     slots = slots[~np.isin(slots, taken)]
     todo = np.flatnonzero(~is_there)[: slots.size]
     source, rank_units = source[:, todo].T, blocks.num_pages * blocks.units
     position = np.full(blocks.source.shape[1], -1, dtype=np.int64)
     position[wanted[todo]] = np.arange(todo.size)
     return EarlyPlan(
-        units=blocks.units,
+        finest=blocks.finest,
+        order=order,
         rank=rank,
-        width=width,
         source_ranks=source // rank_units + blocks.first,
         source_units=source % rank_units,
         slots=slots[: todo.size],
@@ -94,13 +104,14 @@ def _in_order(numbers: Ints) -> Ints:
     return numbers[np.sort(first)]
 
 
-def _is_at_home(blocks: Blocks, source: Ints, rank: int) -> Ints:
+def _is_at_home(blocks: Blocks, order: UnitOrder, source: Ints, rank: int) -> Bools:
     """Return, per column, whether a rank, counted from the first, holds all units as one slot."""
-    per_slot, rank_units = source.shape[0], blocks.num_pages * blocks.units
+    rank_units = blocks.num_pages * blocks.units
     unit = source - rank * rank_units
-    is_here = (unit[0] >= 0) & (unit[0] < rank_units) & (unit[0] % per_slot == 0)
-    follows: Ints = is_here & (unit == unit[0] + np.arange(per_slot)[:, np.newaxis]).all(axis=0)
-    return follows
+    is_here: Bools = (unit[0] >= 0) & (unit[0] < rank_units)
+    if order.per_slot > 1:
+        is_here &= (unit == order.units_of(order.slot_of(unit[0]))).all(axis=0)
+    return is_here
 
 
 def _places(blocks: Blocks, chains: list[int], position: Ints) -> dict[str, tuple[Ints, Ints]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvadaptor.reshard.assign import Share, recency, share_out, urgency
-from kvadaptor.reshard.blocks import Blocks, Bools, joined, pieces, read_blocks
+from kvadaptor.reshard.blocks import Blocks, joined, pieces, read_blocks
+from kvadaptor.reshard.order import Bools
 from kvadaptor.reshard.schedule import Need, Outcome, Placed, place
 from kvadaptor.reshard.terms import (
     Carried,
@@ -134,12 +135,12 @@ def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...
         mine = (chain for chain, group in share.group_of.items() if group == number)
         row[joined(blocks.numbers[chain][: share.sizes[chain]] for chain in mine)] = True
     needs = []
-    for group, row in zip(given.new, wanted, strict=True):
+    for group, order, row in zip(given.new, blocks.orders, wanted, strict=True):
         numbers = np.flatnonzero(row)
         # Alternate between old groups: no rank then waits for another to vacate its pages first.
         first = np.searchsorted(numbers, blocks.starts)
         old = np.searchsorted(blocks.starts, numbers, side="right") - 1
-        needs.append(Need(group.ranks, numbers, np.arange(numbers.size) - first[old]))
+        needs.append(Need(group.ranks, order, numbers, np.arange(numbers.size) - first[old]))
     return tuple(needs)
 
 
@@ -157,7 +158,7 @@ def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
         moved[row, need.blocks] = placed.moved
     dropped = [number for number in recency(blocks) if number not in share.group_of]
     return ReshardPlan(
-        units=blocks.units,
+        finest=blocks.finest,
         rounds=outcome.rounds,
         groups=tuple(leases),
         carried=_carried(blocks, share, logical, moved),

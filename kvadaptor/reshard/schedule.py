@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvadaptor.reshard.blocks import Blocks, Bools
+from kvadaptor.reshard.blocks import Blocks
+from kvadaptor.reshard.order import Bools, UnitOrder
 from kvadaptor.reshard.terms import Ints, UnitCopies
 
 Counts = npt.NDArray[np.int16]
@@ -22,10 +23,12 @@ Counts = npt.NDArray[np.int16]
 class Need:
     """The blocks that one new group must hold: its ranks and block numbers, ascending.
 
-    `turns` (B,) is the order in which blocks move if not all can move at once.
+    `order` is the group's. `turns` (B,) is the order in which blocks move if not all can move at
+    once.
     """
 
     ranks: tuple[int, ...]
+    order: UnitOrder
     blocks: Ints
     turns: Ints
 
@@ -56,13 +59,14 @@ class Outcome:
 class _Member:
     """One rank of a new group; slots and pages here are indices into its candidate pages.
 
-    `source` is (w, B): the flat unit of each unit-head that it needs, `right` whether it lies on
-    this rank at the right offset of a slot, `home` (B,) that slot or -1, `slot` (B,) the slot given
-    or -1. `touched` are pages that have a block. `spared`, if some blocks are early, are the slots
+    `source` is (w, B): the flat unit of each fragment that it needs, `right` whether it lies on
+    this rank at the right offset of slot `home` (B,), or of none: -1, `slot` (B,) the slot given or
+    -1. `touched` are pages that have a block. `spared`, if some blocks are early, are the slots
     with KV of old groups: they are filled last, as nobody may read them any more.
     """
 
     rank: int
+    order: UnitOrder
     width: int
     budget: int
     pages: Ints
@@ -83,14 +87,13 @@ class _Member:
     def fill(self, reads: Counts) -> Ints:
         """Give slots to as many pending blocks as possible now; return these blocks.
 
-        `reads` is (P, U): how often each unit of this rank is still to be read.
+        `reads` is (M, U): how often each unit of this rank is still to be read.
         """
         pending = np.flatnonzero(self.slot < 0)
         if not pending.size:
             return pending
-        per_slot = self.source.shape[0]
-        unread = reads[self.pages].reshape(-1, per_slot) > 0
-        busy = unread[:, 0].astype(np.int64) if per_slot == 1 else unread.sum(axis=1)
+        unread = self.order.by_slot(reads[self.pages] > 0)
+        busy = unread[:, 0].astype(np.int64) if unread.shape[1] == 1 else unread.sum(axis=1)
         at_home = pending[self.home[pending] >= 0]
         own = self.right[:, at_home].sum(axis=0)
         at_home = at_home[busy[self.home[at_home]] == own]
@@ -157,7 +160,7 @@ class _Member:
 
 def place(blocks: Blocks, needs: Sequence[Need], rounds_max: int) -> Outcome | None:
     """Place every block of every new group; None if there are too few rounds or pages."""
-    size = (blocks.units, blocks.num_pages, blocks.units)
+    size = (blocks.num_ranks, blocks.num_pages, blocks.units)
     reads: Counts = np.zeros(size, dtype=np.int16)
     flat_reads = reads.reshape(-1)
     groups: list[list[_Member]] = []
@@ -193,19 +196,16 @@ def place(blocks: Blocks, needs: Sequence[Need], rounds_max: int) -> Outcome | N
 
 
 def _members(blocks: Blocks, need: Need) -> list[_Member] | None:
-    width, per_slot = len(need.ranks), blocks.units // len(need.ranks)
-    lead = need.ranks[0] - blocks.first
+    width, lead = len(need.ranks), need.ranks[0] - blocks.first
     budget = int(blocks.touchable[lead : lead + width].sum(axis=1).min())
     enough = -(-need.blocks.size // width)
     if enough > budget:
         return None
-    return [
-        _member(blocks, need, (place, width, per_slot, budget, enough)) for place in range(width)
-    ]
+    return [_member(blocks, need, place, budget, enough) for place in range(width)]
 
 
-def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _Member:
-    place, width, per_slot, budget, enough = at
+def _member(blocks: Blocks, need: Need, place: int, budget: int, enough: int) -> _Member:
+    width, order = len(need.ranks), need.order
     rank = need.ranks[place] - blocks.first
     # More free pages than the blocks fill are of no use here, and memory may be large.
     free = np.flatnonzero(blocks.touchable[rank] & ~blocks.used[rank])[:enough]
@@ -214,30 +214,29 @@ def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _
     pages = np.flatnonzero(candidate)
     index_of = np.full(blocks.num_pages, -1, dtype=np.int64)
     index_of[pages] = np.arange(pages.size)
-    heads = slice(place * per_slot, (place + 1) * per_slot)
-    source = blocks.source[heads, need.blocks]
+    source = blocks.source[order.fragments(place)][:, need.blocks]
     rank_units = blocks.num_pages * blocks.units
     if (early := blocks.early.get(rank)) is not None:
         numbers, slots = early
         column_of = np.full(blocks.source.shape[1], -1, dtype=np.int64)
         column_of[need.blocks] = np.arange(need.blocks.size)
         column = column_of[numbers]
-        starts = slots[column >= 0] * per_slot + np.arange(per_slot)[:, np.newaxis]
-        source[:, column[column >= 0]] = rank * rank_units + starts
+        source[:, column[column >= 0]] = rank * rank_units + order.units_of(slots[column >= 0])
     unit = source - rank * rank_units
     right = (unit >= 0) & (unit < rank_units)
-    if per_slot > 1:
-        right &= unit % per_slot == np.arange(per_slot)[:, np.newaxis]
-    row = np.argmax(right, axis=0)
-    columns = np.arange(unit.shape[1])
-    slot = np.where(right[row, columns], unit[row, columns] // per_slot, 0)
-    spared = None
+    if order.per_slot > 1:
+        right &= order.offset_of(unit) == np.arange(order.per_slot)[:, np.newaxis]
+    # All that lie right are in one slot: an old slot holds a block's fragments as they lie in dp.
+    slot = np.where(right, order.slot_of(unit), 0).max(axis=0)
+    spared: Bools | None = None
     if blocks.held.size:
-        spared = blocks.held[rank].reshape(-1, width, per_slot)[pages].any(axis=2).reshape(-1)
+        held = blocks.held[rank].reshape(-1, blocks.units)[pages]
+        spared = order.by_slot(held).any(axis=1).reshape(-1)
     page = index_of[slot // width]  # the null page has index -1: nothing is at home there
     right &= page >= 0
     return _Member(
         rank=rank,
+        order=order,
         width=width,
         budget=budget,
         pages=pages,
@@ -254,11 +253,9 @@ def _copies(
 ) -> tuple[UnitCopies | None, int]:
     """Return the copies that bring these blocks into their slots, and the units in place."""
     source = member.source[:, given]
-    per_slot = source.shape[0]
     slot = member.slot[given]
     stays = member.right[:, given] & (slot == member.home[given])
-    offset = np.arange(per_slot)[:, np.newaxis]
-    target = member.physical(slot) * per_slot + offset
+    target = member.order.units_of(member.physical(slot))
     # Block by block, so that a slot's units follow each other.
     copied = ~stays.T.reshape(-1)
     flat_source, flat_target = source.T.reshape(-1)[copied], target.T.reshape(-1)[copied]

@@ -1,11 +1,17 @@
 """The input of a live KV re-shard plan, and the plan: frozen arrays, no decisions.
 
-A *unit* is the finest piece that moves. U is the width of the component (its widest group, old or
-new). A page is U units, unit `U·page + u`, each of H/U heads x b tokens. *Unit-head* h is heads
-[h·H/U, (h+1)·H/U). The member at place r of a group of width k computes unit-heads r·U/k ...
-(r+1)·U/k - 1 and keeps one slot per logical block: those unit-heads in order, units `slot·U/k` and
-up, where slot `k·page + s` is any slot of any page of its lease. So in dp unit u of a page holds
-unit-head u. Memory layout: Flying Serving, section 4.2 (KV cache adaptor); re-sharding: Seesaw.
+A *unit* is the finest piece of memory that moves. P is the largest number of pipeline stages of a
+group of the component, T the largest number of ranges of heads, and U = P·T. A page is a grid of U
+units: unit `U·page + T·a + c` has range a of the layers, [a·L/P, (a+1)·L/P), and range c of the
+heads, [c·H/T, (c+1)·H/T), x b tokens. A *fragment* is what a unit holds: fragment T·a + c of a
+block is its KV of those layers and heads. In dp, unit u of a page holds fragment u.
+
+A group of width k has a split of its own, k = pp·tp, whose slots tile a page: slot `k·page + s` is
+U/k units, a rectangle of the grid (`reshard.order`). The member at place r computes the fragments
+that slot `Split.share_of(r)` of a dp page holds, and keeps one slot per logical block: those
+fragments in order, in any slot of any page of its lease. Without pipeline stages P is 1, U is the
+width of the component (its widest group, old or new), and a slot's units follow each other. Memory
+layout: Flying Serving, section 4.2 (KV cache adaptor); re-sharding: Seesaw, section 4.1.
 """
 
 from collections.abc import Mapping
@@ -14,6 +20,8 @@ from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from kvadaptor.geometry import Split
 
 Ints = npt.NDArray[np.int64]
 """Page, slot, unit, block or rank numbers."""
@@ -56,21 +64,37 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OldGroup:
-    """A group before the switch: its ranks by place (ascending) and all chains it holds."""
+    """A group before the switch: its ranks by place (ascending) and all chains it holds.
+
+    `stages` are its pipeline stages, 1 in all other groups.
+    """
 
     ranks: tuple[int, ...]
     chains: tuple[Chain, ...] = ()
+    stages: int = 1
+
+    @property
+    def split(self) -> Split:
+        """How its members divide KV."""
+        return Split(self.stages, len(self.ranks) // self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
     """A group after the switch; `reserved_tiers` above 0: it is for tasks of lower tiers than that.
 
-    Then other tasks go to other groups, and these tasks go to it, as far as pages allow.
+    Then other tasks go to other groups, and these tasks go to it, as far as pages allow. `stages`
+    are its pipeline stages, 1 in all other groups.
     """
 
     ranks: tuple[int, ...]
     reserved_tiers: int = 0
+    stages: int = 1
+
+    @property
+    def split(self) -> Split:
+        """How its members divide KV."""
+        return Split(self.stages, len(self.ranks) // self.stages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +115,8 @@ class EarlyBlocks:
 class ReshardInput:
     """One component: the smallest aligned span that contains every old and new affected group.
 
-    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
-    its width is U, which must divide `num_kv_heads` (H). `num_pages` counts the pages of each rank,
+    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span. T must
+    divide `num_kv_heads` (H), and P `num_layers` (L). `num_pages` counts the pages of each rank,
     page 0 included; ranks may differ. `free` is, per rank, the pages that have no owner or hold no
     chain's slot. A page in neither `free` nor a chain is never touched. The plan may use the pages
     of tasks that fall back. It carries cached chains only while it stays within
@@ -108,6 +132,7 @@ class ReshardInput:
     rounds_max: int = ROUNDS_MAX
     cached_rounds_max: int = CACHED_ROUNDS_MAX
     early: tuple[EarlyBlocks, ...] = ()
+    num_layers: int = 1
 
 
 class FallbackCause(StrEnum):
@@ -193,15 +218,16 @@ class UnitCopies:
 class ReshardPlan:
     """What every rank does; the same input gives the same plan on every rank.
 
-    `units` is U. `copies` is sorted by round (1..rounds) and destination, without empty ones; all
-    ranks finish a round before any begins the next. No round writes a unit that it or a later round
-    reads, and nothing kept in place is ever written, so a round's copies need no order. `groups` is
-    in the order of `ReshardInput.new`; `carried` and `fallbacks` in that of the input's chains.
-    `dropped` are cached chains of which nothing is kept, least recently used first.
+    `finest` is P and T: the units of a page are the slots of that split, and unit u of a page has
+    layers of range u // T. `copies` is sorted by round (1..rounds) and destination, without empty
+    ones; all ranks finish a round before any begins the next. No round writes a unit that it or a
+    later round reads, and nothing kept in place is ever written, so a round's copies need no order.
+    `groups` is in the order of `ReshardInput.new`; `carried` and `fallbacks` in that of the input's
+    chains. `dropped` are cached chains of which nothing is kept, least recently used first.
     `in_place_units` counts the needed units that stay in place.
     """
 
-    units: int
+    finest: Split
     rounds: int
     groups: tuple[GroupLease, ...]
     carried: tuple[Carried, ...]
@@ -209,3 +235,8 @@ class ReshardPlan:
     fallbacks: tuple[Fallback, ...]
     dropped: tuple[str, ...]
     in_place_units: int
+
+    @property
+    def units(self) -> int:
+        """Units of a page, U."""
+        return self.finest.width

@@ -10,10 +10,14 @@ from kvadaptor.reshard.plan import plan_reshard
 from tests.harness.kv.early_inputs import copied_early
 from tests.harness.kv.reshard_inputs import Shape, draw_input
 from tests.harness.kv.reshard_model import check_plan
-from tests.harness.kv.reshard_shapes import shapes
+from tests.harness.kv.reshard_shapes import shapes, staged_shapes
 
 
-@given(shapes(), st.randoms(use_true_random=False), st.sampled_from([0.3, 1.0]))
+@given(
+    st.one_of(shapes(), staged_shapes()),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0.3, 1.0]),
+)
 @settings(max_examples=120, deadline=None)
 def test_plans_keep_their_promises_with_early_blocks(
     shape: Shape, order: random.Random, share: float
@@ -22,7 +26,7 @@ def test_plans_keep_their_promises_with_early_blocks(
     check_plan(asked, plan_reshard(asked), order)
 
 
-@given(shapes(), st.randoms(use_true_random=False))
+@given(st.one_of(shapes(), staged_shapes()), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_nothing_is_copied_again_where_all_fits(shape: Shape, order: random.Random) -> None:
     """With ample pages, the plan copies no task's block, and overwrites no old one."""

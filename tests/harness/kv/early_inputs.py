@@ -69,10 +69,9 @@ def copied_early(asked: ReshardInput, share: float, draw: random.Random) -> Resh
             early += blocks_of(plan, done)
         expected = Model.of(without_keys(holding(asked, early))).memory()
         for each in early:
-            width = next(len(group.ranks) for group in asked.new if each.rank in group.ranks)
-            units = Model.of(asked).units // width
+            model = Model.of(asked)
             for slot in each.slots.tolist():
-                for unit in range(slot * units, (slot + 1) * units):
+                for unit in model.units_of(model.new_group_of(each.rank), slot):
                     where = Unit(each.rank, unit)
                     assert memory[where] == expected[where], "another unit was copied"
     return holding(asked, early)

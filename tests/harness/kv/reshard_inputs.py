@@ -14,7 +14,8 @@ Tiling = tuple[tuple[int, ...], ...]
 class Shape:
     """How an input is drawn; `fill` is the part of the pages that old groups have.
 
-    A rank has up to `more_pages` pages beyond `num_pages`.
+    A rank has up to `more_pages` pages beyond `num_pages`. `old_stages` and `new_stages` are the
+    pipeline stages of each group; empty means one.
     """
 
     old: Tiling
@@ -29,6 +30,9 @@ class Shape:
     keyed: bool
     rounds_max: int
     seed: int
+    num_layers: int = 1
+    old_stages: tuple[int, ...] = ()
+    new_stages: tuple[int, ...] = ()
 
 
 def draw_input(shape: Shape) -> ReshardInput:
@@ -36,6 +40,8 @@ def draw_input(shape: Shape) -> ReshardInput:
     ranks_of_all = [rank for ranks in shape.old for rank in ranks]
     num_pages = {rank: shape.num_pages + draw.randint(0, shape.more_pages) for rank in ranks_of_all}
     old, free = [], {}
+    old_stages = shape.old_stages or (1,) * len(shape.old)
+    new_stages = shape.new_stages or (1,) * len(shape.new)
     for number, ranks in enumerate(shape.old):
         # Members lease equally many pages, so no more than the smallest has.
         fewest = min(num_pages[rank] for rank in ranks)
@@ -53,7 +59,7 @@ def draw_input(shape: Shape) -> ReshardInput:
             free[rank] = others[: round(len(others) * shape.spare)]
         table = np.array(slots_of, dtype=np.int64).reshape(len(ranks), -1)
         chains = _draw_chains(draw, shape, number, table)
-        old.append(OldGroup(ranks, chains))
+        old.append(OldGroup(ranks, chains, old_stages[number]))
         for rank, mine in zip(ranks, pages, strict=True):
             held = {
                 int(slot) // len(ranks)
@@ -65,9 +71,13 @@ def draw_input(shape: Shape) -> ReshardInput:
         num_kv_heads=shape.num_heads,
         num_pages=num_pages,
         old=tuple(old),
-        new=tuple(NewGroup(ranks) for ranks in shape.new),
+        new=tuple(
+            NewGroup(ranks, stages=stages)
+            for ranks, stages in zip(shape.new, new_stages, strict=True)
+        ),
         free={rank: np.array(sorted(pages), dtype=np.int64) for rank, pages in free.items()},
         rounds_max=shape.rounds_max,
+        num_layers=shape.num_layers,
     )
 
 

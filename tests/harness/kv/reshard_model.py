@@ -1,6 +1,7 @@
 """What a re-shard plan means: memory as dicts, and every promise of a plan checked on it.
 
-Nothing here is shared with the planner but its input and output: units are looked up one by one.
+Nothing here is shared with the planner but its input and output: units are looked up one by one. A
+page is a grid of `rows` ranges of layers times `columns` ranges of heads, and so is a block's KV.
 """
 
 import random
@@ -12,6 +13,7 @@ from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     FallbackCause,
+    NewGroup,
     OldGroup,
     ReshardInput,
     ReshardPlan,
@@ -39,12 +41,41 @@ class Model:
     """An input, looked at the slow way."""
 
     given: ReshardInput
-    units: int
+    rows: int
+    columns: int
 
     @classmethod
     def of(cls, given: ReshardInput) -> "Model":
-        olds, news = ([len(group.ranks) for group in some] for some in (given.old, given.new))
-        return cls(given, max(*olds, *news))
+        groups: list[OldGroup | NewGroup] = [*given.old, *given.new]
+        rows = max(group.stages for group in groups)
+        return cls(given, rows, max(len(group.ranks) // group.stages for group in groups))
+
+    @property
+    def units(self) -> int:
+        return self.rows * self.columns
+
+    def _rectangle(self, group: OldGroup | NewGroup, row: int, column: int) -> list[int]:
+        """The numbers in one of the k rectangles into which a group cuts the grid."""
+        high, wide = self.rows // group.stages, self.columns * group.stages // len(group.ranks)
+        return [
+            (row * high + down) * self.columns + column * wide + right
+            for down in range(high)
+            for right in range(wide)
+        ]
+
+    def units_of(self, group: OldGroup | NewGroup, slot: int) -> list[int]:
+        """The units of a slot of one of the group's ranks, in order."""
+        page, inside = divmod(slot, len(group.ranks))
+        row, column = divmod(inside, len(group.ranks) // group.stages)
+        return [page * self.units + unit for unit in self._rectangle(group, row, column)]
+
+    def fragments_of(self, group: OldGroup | NewGroup, place: int) -> list[int]:
+        """The fragments of a block that the member computes: the leader has the last layers."""
+        stage, part = divmod(place, len(group.ranks) // group.stages)
+        return self._rectangle(group, group.stages - 1 - stage, part)
+
+    def new_group_of(self, rank: int) -> NewGroup:
+        return next(group for group in self.given.new if rank in group.ranks)
 
     @property
     def chains(self) -> dict[str, tuple[int, Chain]]:
@@ -70,7 +101,7 @@ class Model:
         }
 
     def memory(self) -> Memory:
-        """Unit -> (content, unit-head), or something that occurs nowhere else."""
+        """Unit -> (content, fragment), or something that occurs nowhere else."""
         memory: Memory = {}
         for group in self.given.old:
             for rank in group.ranks:
@@ -78,20 +109,19 @@ class Model:
                     memory[Unit(rank, unit)] = ("junk", rank, unit)
         for chain_id, (number, chain) in self.chains.items():
             group = self.given.old[number]
-            share = self.units // len(group.ranks)
             for place, rank in enumerate(group.ranks):
+                fragments = self.fragments_of(group, place)
                 for content, slot in zip(self.contents(chain_id), chain.slots[place], strict=True):
-                    for part in range(share):
-                        where = Unit(rank, int(slot) * share + part)
-                        memory[where] = (content, place * share + part)
+                    units = self.units_of(group, int(slot))
+                    for unit, fragment in zip(units, fragments, strict=True):
+                        memory[Unit(rank, unit)] = (content, fragment)
         for each in self.given.early:
-            ranks = next(group.ranks for group in self.given.new if each.rank in group.ranks)
-            share, place = self.units // len(ranks), ranks.index(each.rank)
+            new = self.new_group_of(each.rank)
+            fragments = self.fragments_of(new, new.ranks.index(each.rank))
             contents = self.contents(each.id)
             for at, slot in zip(each.places.tolist(), each.slots.tolist(), strict=True):
-                for part in range(share):
-                    where = Unit(each.rank, slot * share + part)
-                    memory[where] = (contents[at], place * share + part)
+                for unit, fragment in zip(self.units_of(new, slot), fragments, strict=True):
+                    memory[Unit(each.rank, unit)] = (contents[at], fragment)
         return memory
 
     def pages(self, group: OldGroup, chain: Chain) -> set[tuple[int, int]]:
@@ -109,7 +139,7 @@ class Model:
         for number, chain in self.chains.values():
             free |= self.pages(self.given.old[number], chain)
         for each in self.given.early:
-            width = next(len(group.ranks) for group in self.given.new if each.rank in group.ranks)
+            width = len(self.new_group_of(each.rank).ranks)
             free |= {(each.rank, slot // width) for slot in each.slots.tolist()}
         return free
 
@@ -148,7 +178,7 @@ def check_plan(given: ReshardInput, plan: ReshardPlan, order: random.Random) -> 
     """Raise AssertionError unless the plan keeps every promise."""
     model = Model.of(given)
     before, rounds = model.memory(), copies_of(plan)
-    assert plan.units == model.units
+    assert (plan.finest.pp, plan.finest.tp) == (model.rows, model.columns)
     assert plan.rounds <= given.rounds_max
     assert all(rounds), "a round without copies"
     check_lists(model, plan)
@@ -227,16 +257,15 @@ def check_writes(model: Model, plan: ReshardPlan, rounds: list[list[Copy]]) -> N
 
 
 def check_readable(model: Model, plan: ReshardPlan, carried: Carried, after: Memory) -> None:
-    """Every member finds the unit-heads it computes of every block of the chain."""
-    lease = plan.groups[carried.group]
-    share = model.units // lease.width
+    """Every member finds the fragments it computes of every block of the chain."""
+    lease, group = plan.groups[carried.group], model.given.new[carried.group]
     slots = lease.slots(carried.blocks).tolist()
     contents = model.contents(carried.id)
     for place, rank in enumerate(lease.ranks):
+        fragments = model.fragments_of(group, place)
         for content, slot in zip(contents, slots[place], strict=False):
-            for part in range(share):
-                found = after[Unit(rank, slot * share + part)]
-                assert found == (content, place * share + part), "a block is not readable"
+            for unit, fragment in zip(model.units_of(group, slot), fragments, strict=True):
+                assert after[Unit(rank, unit)] == (content, fragment), "a block is not readable"
 
 
 def check_amounts(model: Model, plan: ReshardPlan, rounds: list[list[Copy]]) -> None:
@@ -254,13 +283,12 @@ def check_amounts(model: Model, plan: ReshardPlan, rounds: list[list[Copy]]) -> 
     copied = {copy.target for copies in rounds for copy in copies}
     assert len(copied) + plan.in_place_units == needed, "a unit is lost or copied in vain"
     for each in plan.carried:
-        lease = plan.groups[each.group]
-        share = model.units // lease.width
+        lease, group = plan.groups[each.group], model.given.new[each.group]
         own = {
-            Unit(rank, slot * share + part)
+            Unit(rank, unit)
             for rank, row in zip(lease.ranks, lease.slots(each.blocks).tolist(), strict=True)
             for slot in row
-            for part in range(share)
+            for unit in model.units_of(group, slot)
         }
         assert each.in_place == (not own & copied)
 

@@ -1,8 +1,12 @@
 """Shapes of re-shard inputs, as hypothesis draws them."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from tests.harness.kv.reshard_inputs import Shape, Tiling
+
+POWERS = (1, 2, 4, 8)
 
 
 @st.composite
@@ -15,8 +19,26 @@ def tilings(draw: st.DrawFn, first: int, width: int) -> Tiling:
 
 
 @st.composite
+def stages(draw: st.DrawFn, groups: Tiling) -> tuple[int, ...]:
+    """Of each group how many pipeline stages it has: one, as many as ranks, or between."""
+    return tuple(
+        draw(st.sampled_from([each for each in POWERS if each <= len(ranks)])) for ranks in groups
+    )
+
+
+@st.composite
+def staged_shapes(draw: st.DrawFn) -> Shape:
+    """Shapes of which some groups are pipeline groups."""
+    shape = draw(shapes())
+    old, new = draw(stages(shape.old)), draw(stages(shape.new))
+    layers = max(*old, *new) * draw(st.sampled_from([1, 3]))
+    return replace(shape, old_stages=old, new_stages=new, num_layers=layers)
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    units = draw(st.sampled_from([1, 2, 4, 8]))
+    """Shapes of which no group has pipeline stages."""
+    units = draw(st.sampled_from(POWERS))
     first = units * draw(st.integers(0, 1))
     whole = (tuple(range(first, first + units)),)
     parts = draw(tilings(first, units))

@@ -10,6 +10,7 @@ import pytest
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
+from kvadaptor.geometry import Split
 from kvadaptor.reshard.terms import ReshardPlan, UnitCopies
 from kvadaptor.transfer.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.transfer.move_stats import MoveStats
@@ -135,7 +136,7 @@ class Stage:
         move = MigrationPlan(
             ranks=pair,
             bindings=(Binding(Group(pair, Mode.TP), EPOCH),) if late else alone,
-            plan=ReshardPlan(2, rounds, (), (), tuple(parts), (), (), 0),
+            plan=ReshardPlan(Split(1, 2), rounds, (), (), tuple(parts), (), (), 0),
             indices=(),
             cargo={},
             chains={},

@@ -10,7 +10,7 @@ import pytest
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from worker.rank.migration.manifest import (
     Ints,
     Manifest,
@@ -298,6 +298,30 @@ def test_every_member_knows_where_its_group_writes() -> None:
     for rank in (0, 1):
         slot = int(manifests[rank].slots[3])
         assert np.flatnonzero(move.written[rank]).tolist() == [slot]
+
+
+@pytest.mark.parametrize(
+    ("stages", "mode", "written"), [(2, Mode.TP, [6, 7]), (1, Mode.PP, [5, 7])]
+)
+def test_ranks_know_the_stages_of_old_and_new_groups(
+    stages: int, mode: Mode, written: list[int]
+) -> None:
+    """The last step writes slot 3: of page 1 the last layers, or the second half of the heads."""
+    manifests = {
+        rank: replace(each, stages=stages)
+        for rank, each in tp((0, 1), cargo("task", ints(2, 3), 20)).items()
+    }
+    manifests[0] = replace(manifests[0], written=ints(3))
+    travelled = pickle.loads(pickle.dumps(manifests, protocol=5))
+    to = Target((Binding(Group((Rank(0), Rank(1)), mode), EPOCH),))
+    geometry = replace(GEOMETRY, num_layers=2)
+    one, other = (plan_move(0, each, to, geometry) for each in (manifests, travelled))
+    assert repr(one.plan) == repr(other.plan)
+    assert one.plan.finest == Split(2, 2)
+    assert [each.id for each in one.plan.carried] == ["task"]
+    assert one.plan.copies, "half of each member's share is the other's"
+    for rank in (0, 1):
+        assert np.flatnonzero(one.written[rank]).tolist() == written
 
 
 def test_the_first_round_of_several_may_begin_while_old_steps_are_under_way() -> None:

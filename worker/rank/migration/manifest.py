@@ -15,8 +15,9 @@ import numpy.typing as npt
 from comm_pool.layout import Group, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.reshard.blocks import joined, pieces
+from kvadaptor.reshard.order import order_of
 from kvadaptor.reshard.plan import plan_reshard
 from kvadaptor.reshard.terms import (
     Carried,
@@ -70,7 +71,7 @@ class Manifest:
     this rank (wide groups; int32). `indices` are the lease indices in use, by group. `num_pages`
     counts all pages of the rank, page 0 included: ranks may have different numbers. Only the leader
     fills the rest. `written` are the logical blocks that the in-flight step writes, of
-    running and of ended tasks. Every rank fills `early`.
+    running and of ended tasks. Every rank fills `early` and `stages`, the group's pipeline stages.
     """
 
     rank: int
@@ -85,23 +86,16 @@ class Manifest:
     chains: tuple[CachedChain, ...] = ()
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     early: tuple[EarlyCopy, ...] = ()
+    stages: int = 1
 
     def __reduce__(self) -> Any:
         """Pack the blocks of all tasks into one array: 200 small ones cost 2 ms at each end."""
         bare = tuple(_without_blocks(each) for each in self.cargo)
         blocks = [each.state.blocks for each in self.cargo]
         sizes = [each.size for each in blocks]
-        rest = (
-            self.rank,
-            self.ranks,
-            self.formation,
-            self.pages,
-            self.slots,
-            self.free,
-            self.indices,
-            self.num_pages,
-        )
-        more = self.chains, self.written, self.early
+        own = self.free, self.indices, self.num_pages
+        rest = self.rank, self.ranks, self.formation, self.pages, self.slots, *own
+        more = self.chains, self.written, self.early, self.stages
         return _unpacked, (rest, bare, joined(blocks), sizes, *more)
 
 
@@ -130,13 +124,14 @@ def _unpacked(
     chains: tuple[CachedChain, ...],
     written: Ints,
     early: tuple[EarlyCopy, ...],
+    stages: int,
 ) -> Manifest:
     """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
         TaskSnapshot(*fields, RunningState(*head, own, *tail))
         for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
-    return Manifest(*rest, cargo, chains, written, early)
+    return Manifest(*rest, cargo, chains, written, early, stages)
 
 
 def nothing_of(manifest: Manifest) -> Manifest:
@@ -184,7 +179,7 @@ def manifest_of(
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
     more = np.sort(pages), slots, free, indices, num_pages
-    return Manifest(rank, ranks, formation, *more, cargo, chains, written, early)
+    return Manifest(rank, ranks, formation, *more, cargo, chains, written, early, group.stages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,7 +269,7 @@ def plan_move(
     found = component_of(rank, manifests, target, geometry)
     ranks, groups, given = found.ranks, found.groups, found.given
     if given is None:
-        plan = ReshardPlan(geometry.num_kv_heads, 0, (), (), (), (), (), 0)
+        plan = ReshardPlan(Split(1, 1), 0, (), (), (), (), (), 0)
         return MigrationPlan(ranks, (), plan, (), {}, {}, groups, None, {})
     plan = plan_reshard(given)
     indices = tuple(
@@ -288,7 +283,7 @@ def plan_move(
         for lease in plan.groups
     )
     spoils_from = _spoils_from(plan, given)
-    written = _written(plan.units, groups, manifests)
+    written = _written(plan.finest, groups, manifests)
     bindings, cargo, chains = found.bindings, found.cargo, found.chains
     return MigrationPlan(
         ranks, bindings, plan, indices, cargo, chains, groups, spoils_from, written
@@ -333,25 +328,29 @@ def component_of(
         num_pages={each: manifests[each].num_pages for each in ranks},
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(
-            NewGroup(tuple(each.group.ranks), reserved.get(each.group.leader, 0)) for each in mine
+            NewGroup(each.group.ranks, reserved.get(each.group.leader, 0), each.group.stages)
+            for each in mine
         ),
         free={each: _free(manifests, each, old, mine, early) for each in ranks},
         early=early,
+        num_layers=geometry.num_layers,
     )
     return Component(ranks, mine, groups, cargo, chains, given)
 
 
 def _written(
-    units: int, groups: Iterable[Ranks], manifests: Mapping[int, Manifest]
+    finest: Split, groups: Iterable[Ranks], manifests: Mapping[int, Manifest]
 ) -> dict[int, Bools]:
     """See `MigrationPlan`."""
     written: dict[int, Bools] = {}
     for group in groups:
-        if not manifests[group[0]].written.size:
+        leader = manifests[group[0]]
+        if not leader.written.size:
             continue
+        order = order_of(Split(leader.stages, len(group) // leader.stages), finest)
         for rank, slots in zip(group, _slots_of_written(group, manifests), strict=True):
-            written[rank] = np.zeros(manifests[rank].num_pages * units, dtype=np.bool_)
-            written[rank].reshape(-1, units // len(group))[slots] = True
+            written[rank] = np.zeros(manifests[rank].num_pages * finest.width, dtype=np.bool_)
+            order.mark(written[rank], slots)
     return written
 
 
@@ -367,11 +366,10 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
     """See `MigrationPlan`. Blocks that stay, or that have several copies, may be overwritten."""
     held: dict[int, npt.NDArray[np.bool_]] = {}
     for group in given.old:
-        share = plan.units // len(group.ranks)
+        order = order_of(group.split, plan.finest)
         for place, rank in enumerate(group.ranks):
             held[rank] = np.zeros(given.num_pages[rank] * plan.units, dtype=np.bool_)
-            slots = held[rank].reshape(-1, share)
-            slots[joined(chain.slots[place] for chain in group.chains)] = True
+            order.mark(held[rank], joined(chain.slots[place] for chain in group.chains))
     rounds = [each.round for each in plan.copies if held[each.dst_rank][each.dst_units].any()]
     return min(rounds, default=None)
 
@@ -446,7 +444,7 @@ def _old_group(
         recency = len(leader.chains) - number
         hashes = tuple(chain.hashes)
         made.append(Chain(name, next(slots), cached=True, recency=recency, keys=hashes))
-    return OldGroup(group, tuple(made))
+    return OldGroup(group, tuple(made), leader.stages)
 
 
 def _free(

@@ -18,7 +18,9 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive, PreCopyOrder, PreCopyProgress
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding
+from kvadaptor.geometry import Split
 from kvadaptor.reshard.early import EarlyPlan
+from kvadaptor.reshard.order import UnitOrder
 from kvadaptor.reshard.terms import ReshardError
 from kvadaptor.transfer.mailbox import MailboxFullError, RankMailbox
 from kvadaptor.transfer.rounds import MoveError, by_source
@@ -337,4 +339,5 @@ def _key(order: tuple[int, int]) -> int:
 
 def _nothing(rank: int) -> EarlyPlan:
     nothing = np.zeros((0, 1), dtype=np.int64)
-    return EarlyPlan(1, rank, 1, nothing, nothing, _NO_INDICES, {})
+    alone = Split(1, 1)
+    return EarlyPlan(alone, UnitOrder(alone, 1), rank, nothing, nothing, _NO_INDICES, {})
