@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvadaptor.geometry import Split
 from kvadaptor.transfer.move_stats import MoveStats
 
 Units = npt.NDArray[np.int64]
@@ -26,14 +27,17 @@ class MoveError(ValueError):
 
 
 class Mover(Protocol):
-    """Moves units between ranks, numbered in the mover's group; U is given as `units`."""
+    """Moves units between ranks, numbered in the mover's group.
+
+    The units of a page are the slots of the split `finest`, as a plan says.
+    """
 
     @property
     def is_one_sided(self) -> bool:
         """Whether a rank copies without its peers, so that copies can run beside their steps."""
 
     def start(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
     ) -> Finish:
         """Begin this rank's part of a round.
 
@@ -41,11 +45,11 @@ class Mover(Protocol):
         Copies started before the end follow these, and both end together.
         """
 
-    def move(self, copies: Round, units: int) -> MoveStats:
+    def move(self, copies: Round, finest: Split) -> MoveStats:
         """Do this rank's part of a round; return when this rank's copies have arrived."""
 
     def warm(self, units: int) -> None:
-        """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
+        """Prepare for units of 1/`units` of the heads; collective, while no page is used."""
 
 
 def by_source(src_ranks: Units, src_units: Units, dst_units: Units) -> CopiesBySource:

@@ -1,7 +1,8 @@
 """Copies units between KV memories that this process can address: on the GPU or with numpy.
 
-A *memory* is a 1-D int8 tensor of `num_layers` equal, consecutive regions; unit n of a layer is
-bytes n·unit_bytes and up of its region. A copy moves one unit in every layer.
+A *memory* is a 1-D int8 tensor of `num_layers` equal, consecutive regions. Unit n is bytes
+n·unit_bytes and up, counted through all regions, in its first layer, and as far into each region
+that follows in the others. A copy moves one unit in all its layers.
 """
 
 import time
@@ -27,6 +28,15 @@ SLICES = 64
 TABLE_ROWS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The layers of a unit, the same in all jobs of a call, and their distances in two memories."""
+
+    layers: int
+    source_bytes: int
+    target_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
     """`source_units[i]` of one memory to `target_units[i]` of another, for all i; both (c,)."""
@@ -35,6 +45,8 @@ class Copies:
     source_units: Units
     target: torch.Tensor
     target_units: Units
+    regions: Regions | None = None
+    """None: units have all layers of both memories, which is as many as the copier's."""
 
     @property
     def size(self) -> int:
@@ -77,20 +89,17 @@ class ArrayCopier:
         started = time.perf_counter()
         step = max(1, PIECE_BYTES // unit_bytes)
         for job in jobs:
-            source, target = self._rows(job.source, unit_bytes), self._rows(job.target, unit_bytes)
-            for layer in range(self._layers):
+            source, target = _rows(job.source, unit_bytes), _rows(job.target, unit_bytes)
+            regions = _regions(job, self._layers)
+            source_units = regions.source_bytes // unit_bytes
+            target_units = regions.target_bytes // unit_bytes
+            for layer in range(regions.layers):
                 for first in range(0, job.size, step):
                     piece = slice(first, first + step)
                     # Neighbouring units need no merging: one memcpy copies a row anyway.
-                    units = source[layer].take(job.source_units[piece], axis=0)
-                    target[layer][job.target_units[piece]] = units
+                    rows = source[layer * source_units :].take(job.source_units[piece], axis=0)
+                    target[layer * target_units :][job.target_units[piece]] = rows
         self._seconds += time.perf_counter() - started
-
-    def _rows(self, memory: torch.Tensor, unit_bytes: int) -> npt.NDArray[np.int8]:
-        """Return the memory as (layers, units, unit_bytes)."""
-        regions: npt.NDArray[np.int8] = memory.numpy().reshape(self._layers, -1)
-        units = regions.shape[1] // unit_bytes
-        return regions[:, : units * unit_bytes].reshape(self._layers, units, unit_bytes)
 
     def finish(self) -> float:
         """Return the seconds; no copy is ever in flight."""
@@ -99,6 +108,19 @@ class ArrayCopier:
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
         """Do nothing: there is nothing to prepare."""
+
+
+def _regions(job: Copies, num_layers: int) -> Regions:
+    if job.regions is not None:
+        return job.regions
+    sizes = (memory.numel() // num_layers for memory in (job.source, job.target))
+    return Regions(num_layers, *sizes)
+
+
+def _rows(memory: torch.Tensor, unit_bytes: int) -> npt.NDArray[np.int8]:
+    """Return the memory as (units, unit_bytes)."""
+    rows: npt.NDArray[np.int8] = memory.numpy().reshape(-1, unit_bytes)
+    return rows
 
 
 class KernelCopier:
@@ -164,7 +186,8 @@ class KernelCopier:
             table.copy_(self._pinned[span], non_blocking=True)
             if begun is not None:
                 self._seconds += time.perf_counter() - started
-            self._kernel.launch(base, table, count, self._layers, unit_bytes // word, self._shape)
+            layers = _regions(jobs[0], self._layers).layers
+            self._kernel.launch(base, table, count, layers, unit_bytes // word, self._shape)
             if begun is None:
                 self._seconds += time.perf_counter() - started
             else:
@@ -194,9 +217,12 @@ class KernelCopier:
     def _columns(self, job: Copies, base: int, unit_bytes: int) -> Units:
         """Return (4, c): see `copy_kernel.launch`."""
         columns = np.empty((TABLE_ROWS, job.size), dtype=np.int64)
-        sides = ((job.source, job.source_units), (job.target, job.target_units))
-        for side, (memory, units) in enumerate(sides):
-            region = memory.numel() // self._layers
+        regions = _regions(job, self._layers)
+        sides = (
+            (job.source, job.source_units, regions.source_bytes),
+            (job.target, job.target_units, regions.target_bytes),
+        )
+        for side, (memory, units, region) in enumerate(sides):
             distance = memory.data_ptr() - base
             if region % self._kernel.WORD_BYTES or distance % self._kernel.WORD_BYTES:
                 raise MoveError("a layer's memory does not start at a multiple of 16 bytes.")

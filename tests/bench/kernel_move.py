@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate, map_peers
 from kvadaptor.transfer.rounds import Mover, Round
@@ -152,7 +152,7 @@ def beside(
         world.barrier()
         step.launch()
         with torch.cuda.stream(aside):
-            moves.append(mover.move(copies, world.size).seconds * 1e3)
+            moves.append(mover.move(copies, Split(1, world.size)).seconds * 1e3)
         steps.append(step.took_ms())
     names = ("step_alone_ms", "step_beside_ms", "move_beside_ms")
     values = (alone, steps, moves)
@@ -180,7 +180,7 @@ def measure(world: World, tokens: int, gib: float, repeats: int, heads: int) -> 
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             world.barrier()
-            stats = mover.move(copies, world.size)
+            stats = mover.move(copies, Split(1, world.size))
             times: list[Any] = [None] * world.size
             dist.all_gather_object(times, stats.seconds, group=world.cpu_group)
             seconds.append(max(times))

@@ -8,6 +8,7 @@ import pytest
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Mode, Rank
+from kvadaptor.geometry import Split
 from kvadaptor.pages import without
 from tests.harness.worker.engine_bench import NOTHING, EngineBench
 
@@ -330,7 +331,7 @@ def move(bench: EngineBench, fresh: Any) -> None:
     known = request.token_ids()
     assert known.tolist() == PROMPT + state.tokens()
     bench.finish(plan, bench.mode.execute(plan))
-    finish = engine.mover.start({0: {0: (state.blocks, fresh)}}, 1)
+    finish = engine.mover.start({0: {0: (state.blocks, fresh)}}, Split(1, 1))
     engine.mark()()
     stats, page_bytes = finish(), engine.kv.geometry.page_bytes
     assert (stats.link_bytes, stats.local_bytes) == (0, fresh.size * page_bytes)

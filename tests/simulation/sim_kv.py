@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, MoveError, Round
 from tests.harness.worker.fake_engine import FakeKV
@@ -68,7 +68,7 @@ class SimMover:
         self._process = process
 
     def start(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
     ) -> Finish:
         """See `EngineMover`."""
         process, world = self._process, self._process.world
@@ -83,6 +83,7 @@ class SimMover:
         moved = [0, 0]
 
         def run() -> None:
+            units = finest.width
             target = process.engine.kv.units(units)
             rows = [
                 process.memory_of(source).units(units)[src] for source, (src, _) in sources.items()

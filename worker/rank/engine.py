@@ -16,7 +16,7 @@ import numpy.typing as npt
 from comm_pool.layout import Group, Rank, StepMode
 from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.terms import TaskId
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
@@ -325,9 +325,9 @@ class EngineMover(Protocol):
         """Whether a rank copies without its peers, so that copies can run beside their steps."""
 
     def start(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
     ) -> Finish:
-        """Begin this rank's part of a round, at `units` units a page; see `Mover`."""
+        """Begin this rank's part of a round of the units that `finest` makes; see `Mover`."""
 
 
 class EngineKV(Protocol):

@@ -15,15 +15,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate, map_peers
 from kvadaptor.transfer.rounds import Mover, Round
 
 GEOMETRY = PageGeometry(
-    num_layers=3, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype_bytes=2, tokens_per_slot=4
+    num_layers=4, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype_bytes=2, tokens_per_slot=4
 )
 UNITS = 4
+FINEST = [Split(*each) for each in ((1, UNITS), (1, 2), (1, 1), (2, 2), (4, 1), (2, 4))]
+"""Units that are heads alone, and such that are a range of layers of them, or of all."""
+
 LIMIT_S = 90
 
 
@@ -113,10 +116,17 @@ def run_ranks(
 # ------------------------------------------------------------------------------ model
 
 
-def content(rank: int, pages: int, units: int = UNITS) -> Any:
-    """A rank's memory at the start, (layers, units, unit bytes) int8."""
-    shape = (GEOMETRY.num_layers, pages * units, GEOMETRY.layer_page_bytes // units)
-    return np.random.default_rng(rank).integers(-128, 128, shape, dtype=np.int8)
+def content(rank: int, pages: int) -> Any:
+    """A rank's memory at the start, (bytes,) int8."""
+    size = pages * GEOMETRY.page_bytes
+    return np.random.default_rng(rank).integers(-128, 128, size, dtype=np.int8)
+
+
+def by_unit(memory: Any, finest: Split) -> Any:
+    """The memory as (pages, ranges of layers, ranges of heads, layers, unit bytes); a view."""
+    layers = GEOMETRY.num_layers // finest.pp
+    unit_bytes = GEOMETRY.layer_page_bytes // finest.tp
+    return memory.reshape(finest.pp, layers, -1, finest.tp, unit_bytes).transpose(2, 0, 3, 1, 4)
 
 
 def random_round(pages: list[int], seed: int, share: float = 0.4, units: int = UNITS) -> Round:
@@ -138,19 +148,28 @@ def random_round(pages: list[int], seed: int, share: float = 0.4, units: int = U
     return found
 
 
-def expected(copies: Round, pages: list[int], rank: int, units: int = UNITS) -> Any:
+def expected(copies: Round, pages: list[int], rank: int, finest: Split = FINEST[0]) -> Any:
     """What a rank's memory holds after the round."""
-    memory = content(rank, pages[rank], units)
-    for source, (source_units, target_units) in copies.get(rank, {}).items():
-        memory[:, target_units] = content(source, pages[source], units)[:, source_units]
+    memory = content(rank, pages[rank])
+    own = by_unit(memory, finest)
+    for source, pair in copies.get(rank, {}).items():
+        other = by_unit(content(source, pages[source]), finest)
+        for source_unit, target_unit in zip(*(each.tolist() for each in pair), strict=True):
+            own[_place(target_unit, finest)] = other[_place(source_unit, finest)]
     return memory
+
+
+def _place(unit: int, finest: Split) -> tuple[int, int, int]:
+    """Page, range of layers and range of heads of a unit."""
+    page, inside = divmod(unit, finest.width)
+    return (page, *divmod(inside, finest.tp))
 
 
 # ------------------------------------------------------------------------------ what ranks do
 
 
 def _fill(raw: torch.Tensor, memory: Any) -> None:
-    raw.copy_(torch.from_numpy(memory.reshape(-1)))
+    raw.copy_(torch.from_numpy(memory))
     if raw.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -176,16 +195,14 @@ def move_both_ways(world: World, pages: list[int], rounds: int) -> dict[str, Any
         for units in (1, 2, UNITS):
             mover.warm(units)
         for seed in range(rounds):
-            units = (UNITS, 2, 1)[seed % 3]
-            copies = random_round(pages, seed, units=units)
-            _fill(raw, content(world.rank, own, units))
+            finest = FINEST[seed % len(FINEST)]
+            copies = random_round(pages, seed, units=finest.width)
+            _fill(raw, content(world.rank, own))
             world.barrier()
-            stats.append(mover.move(copies, units))
+            stats.append(mover.move(copies, finest))
             world.barrier()
-            outcome = raw.cpu().numpy().reshape(GEOMETRY.num_layers, own * units, -1)
-            right[name].append(
-                bool(np.array_equal(outcome, expected(copies, pages, world.rank, units)))
-            )
+            wanted = expected(copies, pages, world.rank, finest)
+            right[name].append(bool(np.array_equal(raw.cpu().numpy(), wanted)))
     sizes = [(each.link_bytes, each.local_bytes) for each in stats]
     return {"right": right, "sizes": sizes}
 
@@ -203,11 +220,11 @@ def move_often(world: World, moves: int) -> dict[str, Any]:
     mover = PeerMover(world.rank, mapped.memory, GEOMETRY)
     mover.warm(UNITS)
     copies = random_round([16] * world.size, 1)
-    mover.move(copies, UNITS)
+    mover.move(copies, FINEST[0])
     world.barrier()
     before = _gauges()
     for _ in range(moves):
-        mover.move(copies, UNITS)
+        mover.move(copies, FINEST[0])
     after = _gauges()
     regions = Path("/proc/self/maps").read_text().splitlines()
     return {

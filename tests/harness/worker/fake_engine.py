@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
@@ -121,10 +121,11 @@ class FakeMover:
         self._memory = memory
 
     def start(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
     ) -> Finish:
         """Copy at once."""
         launched()
+        units = finest.width
         target, moved = self._memory[self._own].units(units), [0, 0]
         for source, (src, dst) in copies.get(self._own, {}).items():
             target[dst] = self._memory[source].units(units)[src]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from comm_pool.layout import Rank
+from kvadaptor.geometry import Split
 from tests.harness.worker.engine_bench import NOTHING, EngineBench
 from tests.harness.worker.fake_engine import FakeCell, FakeEngine, fake_engine
 from tests.harness.worker.fake_scheduler import fake_payload, token_at
@@ -71,7 +72,7 @@ def test_kv_of_a_group_is_carried_to_one_rank_in_shares() -> None:
     copies = {
         0: {rank: (slots, fresh * 2 + rank) for rank in (0, 1)},
     }
-    stats = leader.mover.start(copies, 2)()
+    stats = leader.mover.start(copies, Split(1, 2))()
     assert stats.link_bytes == stats.local_bytes == leader.kv.geometry.page_bytes
     request = leader.intake.continued_request(fake_payload("a", PROMPT, 9), state)
     one.begin(1, 0)

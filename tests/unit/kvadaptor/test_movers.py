@@ -3,17 +3,20 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvadaptor.geometry import Split
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate
 from kvadaptor.transfer.rounds import MoveError, Round, by_source
-from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier
+from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier, Regions
 from tests.harness.vllm.mover_ranks import (
+    FINEST,
     GEOMETRY,
     UNITS,
     content,
@@ -53,15 +56,15 @@ def test_nothing_grows_over_moves() -> None:
 def alone(pages: int = 8) -> tuple[Any, PeerMover]:
     """One rank's memory with its content, and its mover."""
     raw = allocate(pages * WHOLE_PAGE, CPU)
-    raw.copy_(torch.from_numpy(content(0, pages).reshape(-1)))
+    raw.copy_(torch.from_numpy(content(0, pages)))
     return raw, PeerMover(0, {0: raw}, GEOMETRY)
 
 
 def test_a_pull_from_oneself_is_local() -> None:
     raw, mover = alone()
     copies = random_round([8], 3)
-    stats = mover.move(copies, UNITS)
-    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+    stats = mover.move(copies, FINEST[0])
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0))
     assert stats.link_bytes == 0
     assert stats.local_bytes == copies[0][0][0].size * WHOLE_PAGE // UNITS
 
@@ -83,7 +86,7 @@ def test_it_is_said_when_the_rest_is_up_to_the_device(is_asynchronous: bool) -> 
     copier = Recorder(GEOMETRY.num_layers)
     copier.is_asynchronous = is_asynchronous
     mover = PeerMover(0, {0: raw}, GEOMETRY, copier=copier)
-    mover.start(random_round([8], 3), UNITS, lambda: events.append("launched"))()
+    mover.start(random_round([8], 3), FINEST[0], lambda: events.append("launched"))()
     told = ["copy", "launched"] if is_asynchronous else ["launched", "copy"]
     assert events == [*told, "finish"]
 
@@ -94,9 +97,9 @@ def test_the_end_of_two_starts_is_that_of_both() -> None:
     (source, target) = copies[0][0]
     half = source.size // 2
     parts = [{0: {0: (source[each], target[each])}} for each in (slice(half), slice(half, None))]
-    ends = [mover.start(part, UNITS) for part in parts]
+    ends = [mover.start(part, FINEST[0]) for part in parts]
     stats = [end() for end in ends]
-    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0))
     assert sum(each.local_bytes for each in stats) == source.size * WHOLE_PAGE // UNITS
     assert stats[0].seconds > 0 == stats[1].seconds, "the first end has waited for both"
 
@@ -106,36 +109,40 @@ def test_an_empty_round_moves_nothing() -> None:
     none = np.empty(0, dtype=np.int64)
     rounds: tuple[Round, ...] = ({}, {0: {}}, {0: {0: (none, none)}}, {5: {}})
     for copies in rounds:
-        assert mover.move(copies, UNITS).local_bytes == 0
-    assert np.array_equal(raw.numpy(), content(0, 8).reshape(-1))
+        assert mover.move(copies, FINEST[0]).local_bytes == 0
+    assert np.array_equal(raw.numpy(), content(0, 8))
 
 
+@pytest.mark.parametrize("finest", FINEST, ids=str)
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
-def test_pieces_of_any_size_give_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_any_size_give_the_same(
+    piece: int, finest: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvadaptor.transfer.unit_copy.PIECE_BYTES", piece)
     raw, mover = alone()
-    copies = random_round([8], 4)
-    mover.move(copies, UNITS)
-    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+    copies = random_round([8], 4, units=finest.width)
+    mover.move(copies, finest)
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0, finest))
 
 
 @pytest.mark.parametrize(
-    ("copies", "units", "reason"),
+    ("copies", "finest", "reason"),
     [
-        ({0: ([32], [1])}, UNITS, "not in 0..31"),
-        ({0: ([1], [-1])}, UNITS, "not in 0..31"),
-        ({0: ([1, 2], [3])}, UNITS, "differ in number"),
-        ({1: ([1], [2])}, UNITS, "rank 1 is not"),
-        ({0: ([1], [2])}, 3, "no 3 equal units"),
-        ({0: ([1], [2])}, 0, "no 0 equal units"),
+        ({0: ([32], [1])}, FINEST[0], "not in 0..31"),
+        ({0: ([1], [-1])}, FINEST[0], "not in 0..31"),
+        ({0: ([1, 2], [3])}, FINEST[0], "differ in number"),
+        ({1: ([1], [2])}, FINEST[0], "rank 1 is not"),
+        ({0: ([1], [2])}, Split(1, 8), "no 8 equal units"),
+        ({0: ([1], [2])}, Split(8, 1), "8 stages do not divide the 4 layers"),
+        ({0: ([64], [1])}, Split(2, 4), "not in 0..63"),
     ],
 )
-def test_what_cannot_be_is_refused(copies: Any, units: int, reason: str) -> None:
+def test_what_cannot_be_is_refused(copies: Any, finest: Split, reason: str) -> None:
     raw, mover = alone()
     arrays = {rank: (np.array(a), np.array(b)) for rank, (a, b) in copies.items()}
     with pytest.raises(MoveError, match=reason):
-        mover.move({0: arrays}, units)
-    assert np.array_equal(raw.numpy(), content(0, 8).reshape(-1))
+        mover.move({0: arrays}, finest)
+    assert np.array_equal(raw.numpy(), content(0, 8))
 
 
 def test_staging_below_one_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +194,22 @@ def interpret_kernel() -> None:
         assert torch.equal(own, wanted), (unit_words, tile_words, count)
     with pytest.raises(MoveError, match="not a multiple of 16"):
         KernelCopier(3, CPU).copy(jobs, 24)
+    # Units of two of four layers, from memory of other size and from such that has only two.
+    own, far, staged = (
+        torch.from_numpy(rng.integers(-128, 128, layers * units * 32, dtype=np.int8))
+        for layers, units in ((4, 20), (4, 24), (2, 8))
+    )
+    # Those of layers 0 and 1, then those of layers 2 and 3.
+    orders = [rng.permutation([*range(n), *range(2 * n, 3 * n)]) for n in (20, 24)]
+    orders.append(rng.permutation(8))
+    jobs = [
+        Copies(far, orders[1][:30], own, orders[0][:30], Regions(2, 24 * 32, 20 * 32)),
+        Copies(staged, orders[2], own, orders[0][30:38], Regions(2, 8 * 32, 20 * 32)),
+    ]
+    wanted = own.clone()
+    ArrayCopier(4).copy([replace(job, target=wanted) for job in jobs], 32)
+    KernelCopier(4, CPU, shape=Shape(warps=1)).copy(jobs, 32)
+    assert torch.equal(own, wanted)
 
 
 def test_tables_under_way_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:

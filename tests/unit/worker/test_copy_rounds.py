@@ -85,8 +85,8 @@ class Recorder:
         self.done = threading.Event()
         self.under_way = 0
 
-    def start(self, copies: Any, units: int, launched: Any = lambda: None) -> Finish:
-        assert units == 2
+    def start(self, copies: Any, finest: Split, launched: Any = lambda: None) -> Finish:
+        assert finest == Split(1, 2)
         if self.refuses:
             raise MoveError("there is no such unit")
         launched()

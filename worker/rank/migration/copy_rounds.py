@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 
 from comm_pool.layout import Rank
+from kvadaptor.geometry import Split
 from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.transfer.move_stats import MoveStats
@@ -185,7 +186,7 @@ class CopyRounds:
         for number, copies in enumerate(rounds, 1):
             if number > 1:
                 self._await_round(pending, number, meanwhile.overtaken)
-                with self._copying(copies, plan.units):
+                with self._copying(copies, plan.finest):
                     pass
             pending.rounds_done = number
             own.finish_round(number + 1)
@@ -199,14 +200,14 @@ class CopyRounds:
     ) -> None:
         """Run round 1 beside in-flight steps; blocks that these write are copied after them."""
         early, late = split(copies, pending.move.written)
-        units, own = pending.move.plan.units, self._mailboxes[self._rank]
-        self._begin(early, units)
+        finest, own = pending.move.plan.finest, self._mailboxes[self._rank]
+        self._begin(early, finest)
         try:
             meanwhile.restore()
             self._await_quiesced(pending, meanwhile.overtaken)
             if late:
                 # They queue after the first ones.
-                self._begin(late, units, is_next=True)
+                self._begin(late, finest, is_next=True)
             meanwhile.go_on()
             self._copies.check()
         except BaseException:
@@ -233,28 +234,28 @@ class CopyRounds:
             return
         # From now on the KV of this rank's tasks may be overwritten: see `may_be_spoiled`.
         self._await_round(pending, 1, meanwhile.overtaken)
-        with self._copying(copies, pending.move.plan.units):
+        with self._copying(copies, pending.move.plan.finest):
             meanwhile.restore()
             meanwhile.go_on()
 
     @contextmanager
-    def _copying(self, copies: Sequence[UnitCopies], units: int) -> Iterator[None]:
+    def _copying(self, copies: Sequence[UnitCopies], finest: Split) -> Iterator[None]:
         """Copy while the block runs, then wait for the copies."""
-        self._begin(copies, units)
+        self._begin(copies, finest)
         try:
             yield
         finally:
             self._conclude()
 
-    def _begin(self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False) -> None:
+    def _begin(self, copies: Sequence[UnitCopies], finest: Split, *, is_next: bool = False) -> None:
         """Start copies; `is_next`: others are running already."""
-        self._give_up_pages(copies, units)
+        self._give_up_pages(copies, finest.width)
         first = self._engine.spec.first
         by_rank = {
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
             for each in copies
         }
-        launched = self._copies.begin(by_rank, units)
+        launched = self._copies.begin(by_rank, finest)
         if not is_next:
             # Building requests takes the CPU as long as copying takes the link, and would delay the
             # launch of the copies.

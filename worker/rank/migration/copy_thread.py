@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from kvadaptor.geometry import Split
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, Round
 from worker.io.host import Host
@@ -47,19 +48,19 @@ class CopyThread:
         """Return a second user of the same thread."""
         return CopyThread(self._engine, self._host, self._thread)
 
-    def begin(self, copies: Round, units: int) -> threading.Event:
+    def begin(self, copies: Round, finest: Split) -> threading.Event:
         """Start these copies after those before them.
 
         The event is set once the device has all of the work, or the start has failed.
         """
         launched = threading.Event()
-        start = self._thread.submit(self._start, copies, units, launched.set)
+        start = self._thread.submit(self._start, copies, finest, launched.set)
         start.add_done_callback(lambda _: launched.set())
         self._starts.append(start)
         return launched
 
-    def _start(self, copies: Round, units: int, launched: Callable[[], None]) -> _Start:
-        finish = self._engine.mover.start(copies, units, launched)
+    def _start(self, copies: Round, finest: Split, launched: Callable[[], None]) -> _Start:
+        finish = self._engine.mover.start(copies, finest, launched)
         return finish, self._engine.mark()
 
     def check(self) -> None:

@@ -235,7 +235,7 @@ class PreCopy:
                 copies.src_ranks - base, copies.src_units, copies.dst_units
             )
         }
-        self._copies.begin(by_rank, plan.units)
+        self._copies.begin(by_rank, plan.finest)
         self._copies.conclude(lambda: None)
         return self._collect() and self._plan is not None and self._next == self._plan.size
 
