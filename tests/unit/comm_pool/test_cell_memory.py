@@ -11,6 +11,7 @@ from comm_pool.cpu.cell_memory import (
     CellMemoryError,
     cell_memory,
     clear,
+    directory_name,
     kv_name,
     mailbox_name,
     manifest_name,
@@ -106,6 +107,7 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
     planes = [(0, 1), (2, 3), (0, 1, 2, 3), (0, 2), (1, 3)]
     queues = planes[:3]
     wanted = {plane_name(each) for each in planes} | {queue_name(each) for each in queues}
+    wanted |= {directory_name(each) for each in (*queues, *((rank,) for rank in range(4)))}
     for name in OF_A_RANK:
         wanted |= {name(rank) for rank in range(4)}
     assert set(memory._files) == wanted
