@@ -52,9 +52,10 @@ class DirectoryShape:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The bytes at which words, marks, states, hashes and slots begin, and where all ends."""
+        """The bytes at which words, marks, states, versions, hashes and slots begin, and end."""
         words = _WORD_BYTES * (_HEADER_WORDS + 2 * self.width)
-        sizes = (words, self.width * self.num_pages, self.blocks, HASH_BYTES * self.blocks)
+        versions, hashes = _WORD_BYTES * self.blocks, HASH_BYTES * self.blocks
+        sizes = (words, self.width * self.num_pages, self.blocks, versions, hashes)
         slots = 4 * self.width * self.blocks if self.width > 1 else 0
         at = [0]
         for size in (*sizes, slots):
@@ -75,12 +76,13 @@ class GroupDirectory:
 
     def __init__(self, memory: memoryview, shape: DirectoryShape) -> None:
         self.shape = shape
-        words, marks, states, hashes, slots, end = shape.offsets
+        words, marks, states, versions, hashes, slots, end = shape.offsets
         k, pages, blocks = shape.width, shape.num_pages, shape.blocks
         whole = np.frombuffer(memory, np.uint8, shape.num_bytes)
         self._words = whole[words : _WORD_BYTES * (_HEADER_WORDS + 2 * k)].view(np.int64)
         self._marks = whole[marks : marks + k * pages].reshape(k, pages)
         self._states = whole[states : states + blocks]
+        self._versions = whole[versions : versions + _WORD_BYTES * blocks].view(np.int64)
         self._hashes = whole[hashes : hashes + HASH_BYTES * blocks].reshape(blocks, HASH_BYTES)
         self._slots = whole[slots:end].view(np.int32).reshape(k, blocks) if k > 1 else None
         self._members = self._words[_HEADER_WORDS : _HEADER_WORDS + k]
@@ -122,6 +124,9 @@ class GroupDirectory:
         if self._is_led and self._states[block]:
             with FENCE:
                 self._states[block] = 0
+                self._versions[block] += 1
+            with FENCE:
+                pass
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Note that tasks hold these blocks, if they have entries."""
@@ -198,19 +203,25 @@ class GroupDirectory:
         keys = [text[at : at + HASH_BYTES] for at in range(0, len(text), HASH_BYTES)]
         return numbers.tolist(), keys
 
-    def has(self, block: int, key: bytes) -> bool:
-        """Return whether the block with this hash is there: its entry, and the pages of all."""
-        held = self._hashes[block].tobytes()
-        is_valid = bool(self.are_valid(np.array([block], dtype=np.int64))[0])
-        # The entry was valid after that read, so the hash is whole.
-        return is_valid and held == key.ljust(HASH_BYTES, b"\0")
-
     def are_valid(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
         """Return, per block, whether its entry is valid and all members have its page."""
         with FENCE:
             marks = self._marks[:, blocks // self.shape.slots_per_page]
             valid: npt.NDArray[np.bool_] = (self._states[blocks] != 0) & marks.all(axis=0)
         return valid
+
+    def versions(self) -> Numbers:
+        """Return how often each block (B,) has lost an entry; read before what is to be the same.
+
+        An entry may come back with other content, as the group of a rank out of reach goes on.
+        """
+        with FENCE:
+            return self._versions.copy()
+
+    def is_same(self, block: int, version: int) -> bool:
+        """Return whether an entry is valid, as all that time, and all members have its page."""
+        is_valid = bool(self.are_valid(np.array([block], dtype=np.int64))[0])
+        return is_valid and int(self._versions[block]) == version
 
     def slots(self, place: int, blocks: Numbers) -> Numbers:
         """Return the slots in which the member at `place` has these blocks."""

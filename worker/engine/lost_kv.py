@@ -6,30 +6,54 @@ counts once the directory still shows the same afterwards: a lost rank that live
 new process empties the memory of its predecessor.
 """
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from comm_pool.cpu.cell_memory import CellMemory, directory_name, kv_name
+from comm_pool.cpu.cell_memory import directory_name, kv_name
 from comm_pool.layout import Rank
 from comm_pool.plan import communicator_plan
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.group_directory import HASH_BYTES, DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
-from kvadaptor.views import KVBuffer
-from worker.engine.scheduling.connector import BlockCopies, LedTaskView, Loads
 
 Bytes = npt.NDArray[np.uint8]
 
 PLACES = 1 << 32
 """A place is the number of a directory, times this, plus a block."""
 
+VERSIONS = 1 << 32
+"""A tag is a formation, times this, plus the version of an entry in it."""
+
+
+class Memory(Protocol):
+    """Memory that outlives its processes; `CellMemory` is."""
+
+    def map(self, name: str, num_bytes: int, *, is_own: bool = True) -> mmap.mmap | bytearray:
+        """Map a piece by its name; pieces of others are read-only."""
+
+
+class LostCopies(Protocol):
+    """What a step copies of lost groups; `BlockCopies` is."""
+
+    lost_blocks: list[int]
+    lost_places: list[int]
+    lost_tags: list[int]
+
+
+class BlockSize(Protocol):
+    """What `LostBlocks` reads of a scheduler."""
+
+    block_size: int
+
 
 def open_directories(
-    memory: CellMemory, rank: Rank, world: int, num_pages: int, slots_per_page: Mapping[int, int]
+    memory: Memory, rank: Rank, world: int, num_pages: int, slots_per_page: Mapping[int, int]
 ) -> tuple[GroupDirectory, ...]:
     """Map the directories of all groups, in one order on all ranks.
 
@@ -67,6 +91,8 @@ class LostKV:
     _read: dict[int, int] = field(default_factory=dict)
     """The formation of each directory that was read."""
     _places: dict[bytes, int] = field(default_factory=dict)
+    _tags: dict[int, int] = field(default_factory=dict)
+    """The tag of each place."""
 
     def directory_of(self, ranks: tuple[Rank, ...]) -> GroupDirectory | None:
         """Return the directory of this group, if it has one."""
@@ -84,6 +110,7 @@ class LostKV:
             self._present = dict(present)
             self._read.clear()
             self._places.clear()
+            self._tags.clear()
 
     def refresh(self) -> None:
         """Read the directories of lost groups that were not read yet."""
@@ -95,29 +122,33 @@ class LostKV:
             if not directory.is_lost(members):
                 continue
             self._read[number] = formation
+            versions = directory.versions()
             blocks, keys = directory.entries()
             for block, key in zip(blocks, keys, strict=True):
-                self._places[key] = number * PLACES + block
+                place = number * PLACES + block
+                self._places[key] = place
+                self._tags[place] = formation * VERSIONS + int(versions[block])
 
     def find(self, key: bytes) -> int | None:
         """Return the place of this block, as last refreshed; None if it is nowhere."""
         place = self._places.get(key.ljust(HASH_BYTES, b"\0"))
-        if place is None or not self.is_there(place, key, self._read.get(place // PLACES, 0)):
+        if place is None or not self.is_there(place, self._tags[place]):
             return None
         return place
 
-    def is_there(self, place: int, key: bytes, formation: int) -> bool:
-        """Return whether a place holds this block, still in this formation of its group."""
+    def is_there(self, place: int, tag: int) -> bool:
+        """Return whether a place has held the same since it had this tag."""
         number, block = divmod(place, PLACES)
+        formation, version = divmod(tag, VERSIONS)
         directory = self.directories[number]
-        return directory.formation == formation and directory.has(block, key)
+        return directory.formation == formation and directory.is_same(block, version)
 
-    def formation_of(self, place: int) -> int:
-        """Return the formation in which a found place holds its block."""
-        return self._read[place // PLACES]
+    def tag_of(self, place: int) -> int:
+        """Return the tag of a found place; another one means that it may hold another block."""
+        return self._tags[place]
 
     def loader(
-        self, step: BlockCopies, width: int, member: int, table: SlotTable | None
+        self, step: LostCopies, width: int, member: int, table: SlotTable | None
     ) -> Callable[[], None]:
         """Return a call that copies a step's blocks for a member; its slots are those of now."""
         into = table.slots(step.lost_blocks) if table is not None else step.lost_blocks
@@ -169,7 +200,7 @@ class LostKV:
 class LostBlocks:
     """One scheduler's source of the blocks of lost groups."""
 
-    def __init__(self, scheduler: LedTaskView, kv: LostKV) -> None:
+    def __init__(self, scheduler: BlockSize, kv: LostKV) -> None:
         self._scheduler = scheduler
         self._kv = kv
         self.refresh = kv.refresh
@@ -182,38 +213,33 @@ class LostBlocks:
         """Return True: a copy reads a few bytes where a step reads all weights."""
         return tokens > 0
 
-    def load(self, step: BlockCopies, name: str, loads: Loads) -> None:
-        """Let a step load these into a task's blocks."""
-        places = [each.place for each in loads]
-        blocks = [each.block for each in loads]
+    def load(self, step: LostCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        """Let a step load these places into a task's blocks."""
         step.lost_blocks += blocks
         step.lost_places += places
-        step.lost_keys += [each.key for each in loads]
-        step.lost_formations += map(self._kv.formation_of, places)
+        step.lost_tags += map(self._kv.tag_of, places)
         self._kv.hit_tokens += len(blocks) * self._scheduler.block_size
 
-    def gone(self, step: BlockCopies) -> set[int]:
+    def gone(self, step: LostCopies) -> set[int]:
         """Return the blocks of a finished step whose places have changed meanwhile."""
-        is_there = self._kv.is_there
-        there = map(is_there, step.lost_places, step.lost_keys, step.lost_formations)
+        there = map(self._kv.is_there, step.lost_places, step.lost_tags)
         return {
             block for block, is_there in zip(step.lost_blocks, there, strict=True) if not is_there
         }
 
 
 def open_lost_kv(
-    memory: CellMemory,
+    memory: Memory,
     rank: Rank,
     world: int,
     directories: tuple[GroupDirectory, ...],
-    kv: KVBuffer,
+    geometry: PageGeometry,
+    own: Bytes,
 ) -> LostKV:
-    """Map the KV of all ranks of the cell."""
-    own = kv.raw.view(-1).numpy().view(np.uint8)
-    layers = kv.geometry.num_layers
-    found = {rank: own.reshape(layers, -1)}
+    """Map the KV of all ranks of the cell; `own` is the rank's, (layers, bytes of one layer)."""
+    found = {rank: own}
     for each in map(Rank, range(world)):
         if each != rank:
             mapped = memory.map(kv_name(each), own.size, is_own=False)
-            found[each] = np.frombuffer(mapped, np.uint8).reshape(layers, -1)
-    return LostKV(directories, kv.geometry, rank, found)
+            found[each] = np.frombuffer(mapped, np.uint8).reshape(own.shape)
+    return LostKV(directories, geometry, rank, found)

@@ -316,7 +316,9 @@ class RankEngine:
         """Open what tasks load blocks from: host pages, and the memory of lost groups."""
         spec, lost = self.spec, None
         if hashes and spec.memory is not None:
-            lost = open_lost_kv(spec.memory, spec.rank, spec.world, self._directories, self.kv)
+            geometry, directories = self.kv.geometry, self._directories
+            own = self.kv.raw.view(-1).numpy().view("u1").reshape(geometry.num_layers, -1)
+            lost = open_lost_kv(spec.memory, spec.rank, spec.world, directories, geometry, own)
         return self._open_host_pages(hashes=hashes), lost
 
     def distrust(self) -> None:

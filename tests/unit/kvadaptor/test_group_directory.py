@@ -118,6 +118,20 @@ def test_members_give_up_pages_or_all(pair: Pair) -> None:
     assert not pair.reader.formation
 
 
+def test_an_entry_that_comes_back_is_another_one(pair: Pair) -> None:
+    pair.leader.fill([2, 3], KEYS[:2])
+    versions = pair.reader.versions()
+    assert pair.reader.is_same(2, versions[2])
+    pair.leader.clear(2)
+    assert not pair.reader.is_same(2, versions[2])
+    pair.leader.fill([2], KEYS[:1])
+    assert not pair.reader.is_same(2, versions[2])
+    assert pair.reader.is_same(2, pair.reader.versions()[2])
+    assert pair.reader.is_same(3, versions[3])
+    pair.follower.give_up(3, np.array([1]))
+    assert not pair.reader.is_same(3, versions[3])
+
+
 def test_held_blocks_are_told_from_cached_ones(pair: Pair) -> None:
     pair.leader.fill([2, 5], KEYS[:2])
     assert pair.reader.held_pages(2).tolist() == [1, 2]

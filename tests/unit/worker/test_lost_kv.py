@@ -14,8 +14,8 @@ from kvadaptor.geometry import PageGeometry
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from worker.engine.lost_kv import PLACES, LostBlocks, LostKV
-from worker.engine.scheduling.connector import BlockCopies, Load
-from worker.engine.scheduling.watched_pool import BlockEntries
+from worker.engine.scheduling.block_entries import BlockEntries
+from worker.engine.scheduling.connector import BlockCopies
 
 PAGES = 5
 LAYERS = 2
@@ -85,7 +85,7 @@ def test_each_layout_reads_each_other_one(heads: int, there: tuple[int, ...], he
             table.map(np.array([1]), np.array([3]))
             table.map(np.array([2]), np.array([4]))
         into = [slots, 2 * slots]
-        step = BlockCopies(lost_blocks=into, lost_places=[3, 1], lost_formations=[FORMATION] * 2)
+        step = BlockCopies(lost_blocks=into, lost_places=[3, 1])
         if rank in there:
             own[rank][:] = cell.kv[rank]
         reader.loader(step, here, member, table)()
@@ -130,21 +130,12 @@ def test_what_is_given_up_meanwhile_is_void() -> None:
     places = [source.take(key_of(block)) for block in (2, 4)]
     assert None not in places
     step = BlockCopies()
-    loads = zip((7, 8), (key_of(2), key_of(4)), places, strict=True)
-    source.load(step, "task", [Load(*each) for each in loads])  # type: ignore[arg-type]
+    source.load(step, "task", [7, 8], [place for place in places if place is not None])
     assert kv.hit_tokens == 2 * Tasks.block_size
     assert source.gone(step) == set()
     lost.give_up(1, np.array([2]))
     assert source.gone(step) == {8}
     assert source.take(key_of(4)) is None, "it is not offered again"
-    assert source.take(key_of(2)) is not None
-    # The group's leader lives, and gives the block to another task.
-    lost.clear(2)
-    lost.fill([2], [key_of(9)])
-    assert source.take(key_of(2)) is None
-    assert source.gone(step) == {7, 8}
-    lost.fill([2], [key_of(2)])
-    assert source.gone(step) == {8}, "the same content again"
     lost.give_up(0)
     assert source.gone(step) == {7, 8}
 
@@ -161,6 +152,29 @@ def test_nobody_reads_the_pages_of_a_rank_that_distrusts_itself() -> None:
     reader.refresh()
     assert reader.find(key_of(4)) is None
     assert reader.find(key_of(2)) == PLACES + 2
+
+
+def test_a_place_with_another_block_is_void() -> None:
+    """A group that is only out of reach goes on: its blocks come to hold other content."""
+    lost = Cell(2).of_group((0, 1))
+    lost.fill([2, 4], [key_of(2), key_of(4)])
+    kv = reader_of(lost)
+    kv.know({Rank(0): 1})
+    source = LostBlocks(Tasks(), kv)
+    source.refresh()
+    step, place = BlockCopies(), source.take(key_of(2))
+    assert place is not None
+    source.load(step, "task", [7], [place])
+    for key in (9, 2):
+        lost.clear(2)
+        lost.fill([2], [key_of(key)])
+        source.refresh()
+        assert source.take(key_of(2)) is None, "it was read before"
+        assert source.gone(step) == {7}, "it held something else meanwhile"
+    assert source.take(key_of(4)) is not None
+    kv.know({Rank(1): 1})
+    source.refresh()
+    assert source.take(key_of(2)) is not None
 
 
 class Tasks:

@@ -33,9 +33,8 @@ class BlockCopies(KVConnectorMetadata):
     """The host pages that are loaded."""
     lost_blocks: list[int] = field(default_factory=list)
     lost_places: list[int] = field(default_factory=list)
-    lost_keys: list[bytes] = field(default_factory=list)
-    lost_formations: list[int] = field(default_factory=list)
-    """Blocks of lost groups that are loaded, and the formations in which they are there."""
+    lost_tags: list[int] = field(default_factory=list)
+    """Blocks of lost groups that are loaded, and the tags of their entries."""
     store_blocks: list[int] = field(default_factory=list)
     store_pages: list[int] = field(default_factory=list)
     store_tags: list[int] = field(default_factory=list)
@@ -70,8 +69,8 @@ class BlockSource(Protocol):
     def is_sooner(self, tokens: int) -> bool:
         """Return whether loading this many tokens beats computing them."""
 
-    def load(self, step: BlockCopies, name: str, loads: "Loads") -> None:
-        """Let a step load these into a task's blocks."""
+    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        """Let a step load these places into a task's blocks."""
 
     def gone(self, step: BlockCopies) -> set[int]:
         """Return the blocks of a finished step that may have read something else."""
@@ -87,19 +86,8 @@ class BlockStores(Protocol):
         """Forget a task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A logical block, the hash of its content, and the place where a source has that."""
-
-    block: int
-    key: bytes
-    place: int
-
-
-Loads = Sequence[Load]
-
-Taken = list[tuple[BlockSource, bytes, int]]
-"""Blocks that sources keep, by their hashes, and the places."""
+Taken = list[tuple[BlockSource, int]]
+"""Places that are kept, and their sources."""
 
 
 @dataclass(slots=True)
@@ -165,7 +153,7 @@ class BlockConnector:
         for key in keys:
             for source in self._sources:
                 if (place := source.take(key)) is not None:
-                    places.append((source, key, place))
+                    places.append((source, place))
                     break
             else:
                 break
@@ -174,7 +162,7 @@ class BlockConnector:
     def _sooner(self, places: Taken) -> Taken:
         """Return what is loaded sooner than computed, and let the rest go."""
         for source in self._sources:
-            numbers = [number for number, taken in enumerate(places) if taken[0] is source]
+            numbers = [number for number, (each, _) in enumerate(places) if each is source]
             if numbers and not source.is_sooner(len(numbers) * self._scheduler.block_size):
                 _let_go(places[numbers[0] :])
                 del places[numbers[0] :]
@@ -191,15 +179,12 @@ class BlockConnector:
         taken = offer.places[:count]
         _let_go(offer.places[count:])
         (numbers,) = blocks.get_block_ids()
-        into = numbers[offer.first : offer.first + count]
+        pairs = list(zip(numbers[offer.first : offer.first + count], taken, strict=True))
         for source in self._sources:
-            loads = [
-                Load(block, key, place)
-                for block, (each, key, place) in zip(into, taken, strict=True)
-                if each is source
-            ]
-            if loads:
-                source.load(self._step, request.request_id, loads)
+            into = [block for block, (each, _) in pairs if each is source]
+            places = [place for _, (each, place) in pairs if each is source]
+            if into:
+                source.load(self._step, request.request_id, into, places)
         self._taken += taken
 
     # ------------------------------------------------------------------ hooks: steps
@@ -235,6 +220,13 @@ class BlockConnector:
             self._loading.remove(each)
             _let_go(each[1])
         return set().union(*(source.gone(step) for source in self._sources))
+
+    @property
+    def loading(self) -> set[int]:
+        """The blocks that planned steps load which are not over."""
+        return {
+            block for step, _ in self._loading for block in (*step.load_blocks, *step.lost_blocks)
+        }
 
     def forget_steps(self) -> None:
         """Let go what all planned steps load: none will be finished."""
@@ -291,5 +283,5 @@ class BlockConnector:
 
 
 def _let_go(places: Taken) -> None:
-    for source, _, place in places:
+    for source, place in places:
         source.let_go((place,))

@@ -7,7 +7,7 @@ whose KV came from a connector: waiting, with computed tokens and its own blocks
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -71,16 +71,29 @@ class FinishedChains:
         self._chains.clear()
 
 
-def running_state(request: Request, block_ids: Sequence[int], block_tokens: int) -> RunningState:
-    """Return what another scheduler needs to continue a task after the in-flight step."""
+def running_state(
+    request: Request,
+    block_ids: Sequence[int],
+    block_tokens: int,
+    loading: Collection[int] = (),
+) -> RunningState:
+    """Return what another scheduler needs to continue a task after the in-flight step.
+
+    That step also loads the blocks `loading`.
+    """
     computed = request.num_computed_tokens
+    settled = computed - request.num_in_flight_tokens
+    if loading:
+        # vLLM counts loaded tokens as computed when it plans the step.
+        first = next((n for n, block in enumerate(block_ids) if block in loading), settled)
+        settled = min(settled, first * block_tokens)
     blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
     return RunningState(
         request.request_id,
         msgspec.msgpack.encode(request._output_token_ids),
         len(request._output_token_ids),
         computed,
-        computed - request.num_in_flight_tokens,
+        settled,
         blocks,
         [bytes(each) for each in request.block_hashes],
         request.prefill_stats,

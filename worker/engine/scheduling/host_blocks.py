@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvadaptor.host.directory import HostDirectory
-from worker.engine.scheduling.connector import BlockCopies, LedTaskView, Loads
+from worker.engine.scheduling.connector import BlockCopies, LedTaskView
 
 
 class HostCounts(Protocol):
@@ -56,13 +56,12 @@ class HostBlocks:
         """Unpin pages."""
         self._directory.unpin(places)
 
-    def load(self, step: BlockCopies, name: str, loads: Loads) -> None:
+    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
         """Let a step load these pages into a task's blocks."""
-        pages = [each.place for each in loads]
-        step.load_blocks += [each.block for each in loads]
-        step.load_pages += pages
-        self._counts.hit_tokens += len(loads) * self._scheduler.block_size
-        self._use(name, pages)
+        step.load_blocks += blocks
+        step.load_pages += places
+        self._counts.hit_tokens += len(blocks) * self._scheduler.block_size
+        self._use(name, places)
 
     def gone(self, step: BlockCopies) -> set[int]:
         """Return none: pages stay as they are while they are pinned."""

@@ -25,6 +25,7 @@ from coordinator.protocol.prefixes import prefix_hashes
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import distinct
 from worker.engine.counters import EngineCounts
+from worker.engine.scheduling.block_entries import BlockEntries
 from worker.engine.scheduling.connector import BlockConnector
 from worker.engine.scheduling.grants import BlockGrants
 from worker.engine.scheduling.handover import (
@@ -37,7 +38,7 @@ from worker.engine.scheduling.handover import (
     take_blocks,
 )
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
-from worker.engine.scheduling.watched_pool import BlockEntries, watch
+from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
 
 REGISTERED_PER_STEP = 32
@@ -193,11 +194,28 @@ class ModeScheduler(Scheduler):
         if self.entries is not None:
             self.entries.step_is_over(plan.output, is_void=bool(void))
         by_client = self.update_from_output(plan.output, result)
+        if void:
+            self._forget_void(void)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
                 register_blocks(self.kv_cache_manager, request)
         del self._unregistered[:REGISTERED_PER_STEP]
         return [output for outputs in by_client.values() for output in outputs.outputs]
+
+    def _forget_void(self, void: set[int]) -> None:
+        """Let nobody hit void blocks, nor what read them; their tasks register them once more.
+
+        vLLM leaves them in its cache, as the next step computes them: but their tasks may end or be
+        preempted before that.
+        """
+        for request in self.running:
+            blocks = self._blocks_of(request.request_id)
+            first = next((n for n, block in enumerate(blocks) if block in void), None)
+            if first is not None:
+                forget_hashes(self.kv_cache_manager.block_pool, blocks[first:])
+                registered = self._manager.num_cached_block
+                name = request.request_id
+                registered[name] = min(first, registered.get(name, 0))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
@@ -263,6 +281,10 @@ class ModeScheduler(Scheduler):
         """Whether the end of the in-flight step frees blocks."""
         return bool(self.deferred_frees)
 
+    @property
+    def _loading(self) -> set[int]:
+        return self.blocks.loading if self.blocks is not None else set()
+
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park; return the lease indices that the remaining tasks still hold."""
         self._finished_chains.clear()
@@ -272,8 +294,9 @@ class ModeScheduler(Scheduler):
 
     def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
         """Return what another group could continue: running tasks, and chains that can be hit."""
+        loading = self._loading
         states = [
-            running_state(self.requests[name], self._blocks_of(name), self.block_size)
+            running_state(self.requests[name], self._blocks_of(name), self.block_size, loading)
             for name in self.holding()
             if can_move(self.requests[name])
         ]
@@ -282,7 +305,7 @@ class ModeScheduler(Scheduler):
 
     def written_blocks(self) -> npt.NDArray[np.int64]:
         """Return the logical blocks that the in-flight step writes, also of ended tasks."""
-        blocks = self._still_written()
+        blocks = [*self._still_written(), *self._loading]
         for name in self.holding():
             request = self.requests[name]
             if request.num_in_flight_tokens:

@@ -1,0 +1,109 @@
+"""Blocks that a step loads: they are written until it is over, and void ones are not found."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+
+from tests.harness.vllm.mode_schedulers import (
+    BLOCK,
+    PROMPT,
+    finish,
+    fresh,
+    ids,
+    scheduler_of,
+    step,
+    told,
+)
+from worker.engine.scheduling.connector import BlockConnector, BlockCopies
+from worker.engine.scheduling.scheduler import ModeScheduler
+
+
+class Source:
+    """A source that has every block, until `is_empty`; those at `void` places change meanwhile."""
+
+    def __init__(self) -> None:
+        self.is_empty = False
+        self.void: set[int] = set()
+        self._count = 0
+
+    def refresh(self) -> None:
+        """Nothing changes by itself."""
+
+    def take(self, key: bytes) -> int | None:
+        self._count += 1
+        return None if self.is_empty else self._count
+
+    def let_go(self, places: Iterable[int]) -> None:
+        """Nothing is kept."""
+
+    def is_sooner(self, tokens: int) -> bool:
+        return True
+
+    def load(self, copies: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        copies.lost_blocks += blocks
+        copies.lost_places += places
+
+    def gone(self, copies: BlockCopies) -> set[int]:
+        pairs = zip(copies.lost_blocks, copies.lost_places, strict=True)
+        return {block for block, place in pairs if place in self.void}
+
+
+def test_a_step_writes_what_it_loads(base: VllmConfig, hasher: Any) -> None:
+    """A migration copies these blocks after it, not beside it."""
+    made = scheduler_of(base, 1, 2)
+    made.use_connector(BlockConnector(made, (Source(),)))
+    made.add_task(fresh("a", PROMPT, hasher), [])
+    plan = made.plan_step(lambda: None)
+    assert set(made.written_blocks().tolist()) == set(ids(made, "a"))
+    assert told(made)["a"].settled == 0
+    finish(made, plan)
+    assert not made.written_blocks().size
+    assert told(made)["a"].settled == len(PROMPT)
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def loading(base: VllmConfig, hasher: Any, source: Source) -> ModeScheduler:
+    """A scheduler whose task loads two blocks in the step that has just ended; the second is void.
+
+    Its prompt has 80 tokens: two full blocks, and half of one.
+    """
+    made = scheduler_of(base, 1, 2)
+    made.use_connector(BlockConnector(made, (source,)))
+    made.add_task(fresh("a", PROMPT, hasher), [])
+    source.void = {2}
+    plan = made.plan_step(lambda: None)
+    assert plan.output.num_scheduled_tokens == {"a": len(PROMPT) - 2 * BLOCK}
+    source.is_empty = True
+    finish(made, plan)
+    return made
+
+
+def test_what_was_loaded_in_vain_is_computed_again(loading: ModeScheduler, hasher: Any) -> None:
+    assert step(loading) == {"a": len(PROMPT) - BLOCK}
+    assert loading.requests["a"].output_token_ids[:] == [7]
+    loading.add_task(fresh("b", PROMPT, hasher), [])
+    assert step(loading) == {"a": 1, "b": len(PROMPT) - 2 * BLOCK}, "from then on others hit it"
+
+
+@pytest.mark.parametrize("end", ["cancelled", "preempted"])
+def test_nobody_finds_a_void_block(loading: ModeScheduler, hasher: Any, end: str) -> None:
+    first = ids(loading, "a")[0]
+    if end == "cancelled":
+        loading.take_back(["a"])
+        loading.add_task(fresh("a", PROMPT, hasher), [])
+    else:
+        request = loading.requests["a"]
+        loading.running.remove(request)
+        loading._preempt_request(request, 0.0)
+    assert step(loading) == {"a": len(PROMPT) - BLOCK}, "the first block alone is there"
+    assert ids(loading, "a")[0] == first
