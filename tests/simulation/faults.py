@@ -89,6 +89,13 @@ class Faults:
             if not borrow:
                 self.layouts = LAYOUTS_OF_BLOCKS
         # Drawn apart, so that the faults of a seed stay what they are.
+        self._memory = random.Random(f"{rng.getstate()} memory")
+        self.trusts_memory = self._memory.random() < 0.7
+        """Where ranks share memory, that of one which has ended can be read."""
+        self.start_ticks = self._memory.choice((0, 50)) if self.shares_memory else 0
+        """How long ranks take to start: others may read the memory of their predecessors then."""
+        self.loss = self._memory.choice((0.0, 0.01, 0.03)) if self.shares_memory else 0.0
+        """A member of a group with tasks crashes."""
         self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
         """Those who are in such a collective are let out alive, and close their group for good."""
         self._rooms = random.Random(f"{rng.getstate()} rooms")
@@ -110,6 +117,8 @@ class Faults:
         chance = self.rng.random
         if chance() < self.crash:
             self._crash(world, Rank(self.rng.randrange(8)))
+        if self.loss and self._memory.random() < self.loss:
+            self._crash_member(world)
         if chance() < self.cut:
             rank = Rank(self.rng.randrange(8))
             self.cut_off(world, rank, self.rng.choice((5, 40, 80)))
@@ -206,7 +215,7 @@ class Faults:
         if process is None:
             return
         world.crash(rank)
-        self._restart_at[rank] = world.now + self.rng.choice((5, 30, 80))
+        self._restart_at[rank] = world.now + self.rng.choice((5, 30, 80)) + self.start_ticks
         if self.rng.random() < 0.5:
             self._exit_at[rank] = world.now + 2
         neighbour = Rank(rank ^ 1)
@@ -214,6 +223,12 @@ class Faults:
             self.kill(world, neighbour)
             self._restart_at[neighbour] = self._restart_at[rank]
         self._fall(world, rank)
+
+    def _crash_member(self, world: "World") -> None:
+        """Let any member of a group whose leader has tasks crash."""
+        groups = [each.runtime.bound_ranks for each in world.alive if each.runtime.has_tasks]
+        if groups:
+            self._crash(world, self._memory.choice(self._memory.choice(groups)))
 
     def _fall(self, world: "World", rank: Rank) -> None:
         """End those that cannot serve without this one, as the launcher does."""
@@ -232,7 +247,7 @@ class Faults:
     def kill(self, world: "World", rank: Rank) -> None:
         """End a rank's process alone, and let the launcher see it."""
         world.crash(rank)
-        self._restart_at[rank] = world.now + 30
+        self._restart_at[rank] = world.now + 30 + self.start_ticks
         self._exit_at[rank] = world.now + 2
 
     def renew(self, world: "World", known: dict[Rank, int]) -> None:

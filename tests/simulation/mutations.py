@@ -25,8 +25,12 @@ from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import Task
 from coordinator.tasks.task_pool import TaskPool
 from coordinator.tasks.task_table import TaskTable
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.reshard.terms import UnitCopies
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
+from worker.engine import lost_kv
+from worker.engine.lost_kv import LostBlocks, LostCopies
+from worker.engine.scheduling.block_entries import BlockEntries
 from worker.rank.core import RankCore
 from worker.rank.engine import EngineMode, LeaseIndices
 from worker.rank.events import Effect as RankEffect
@@ -265,6 +269,36 @@ def _is_never_spoiled(self: PreparedMigration) -> bool:
     return False
 
 
+def _tells_no_reader(owner: Any, name: str) -> Patch:
+    """The call withdraws no mark of what others may read."""
+    call = getattr(owner, name)
+
+    def silent(*args: Any) -> Any:
+        with patched([(GroupDirectory, "give_up", _does_nothing)]):
+            return call(*args)
+
+    return owner, name, silent
+
+
+def _enters_at_once(self: BlockEntries, plan: object) -> None:
+    _step_is_planned(self, plan)
+    self.step_is_over(plan)
+
+
+_step_is_planned = BlockEntries.step_is_planned
+
+
+def _is_any_version(self: GroupDirectory, block: int, version: int) -> bool:
+    return _is_same(self, block, int(self.versions()[block]))
+
+
+_is_same = GroupDirectory.is_same
+
+
+def _nothing_is_gone(self: LostBlocks, step: LostCopies) -> set[int]:
+    return set()
+
+
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale directives": (
         (SwitchParticipant, "on_directive", _on_any_directive),
@@ -312,6 +346,16 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "steps of lost groups count": ((Steps, "_counts", _counts_always),),
     "nobody hears of lost leases": ((Leases, "_lose", _tells_nobody),),
     "tasks go on without their last tokens": ((Migration, "_go_on", _goes_on_without_news),),
+    "survivors free pages that can be read": (_tells_no_reader(Leases, "_free"),),
+    "copies change pages that can be read": ((CopyRounds, "_give_up_pages", _does_nothing),),
+    "groups begin in pages that can be read": (_tells_no_reader(Leases, "_publish"),),
+    "new processes empty pages that can be read": (_tells_no_reader(lost_kv, "open_directories"),),
+    "blocks are entered before they are full": (
+        (BlockEntries, "step_is_planned", _enters_at_once),
+    ),
+    "blocks keep their entries": ((GroupDirectory, "clear", _does_nothing),),
+    "entries come back as they were": ((GroupDirectory, "is_same", _is_any_version),),
+    "what was loaded is always there": ((LostBlocks, "gone", _nothing_is_gone),),
     "spoiled tasks go on": ((PreparedMigration, "may_be_spoiled", property(_is_never_spoiled)),),
 }
 

@@ -1,7 +1,7 @@
 """The steps that are open in the world, who may begin one, and who may leave one."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from comm_pool.layout import Rank
@@ -45,6 +45,7 @@ class OpenStep:
         self.arrived: set[Rank] = set()
         self.begun_by: set[Rank] = set()
         """Members that have it, and run it now or later."""
+        self._computes: dict[Rank, Callable[[], Any]] = {}
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -63,14 +64,19 @@ class OpenStep:
     def is_over(self) -> bool:
         return self.is_complete or self.is_void
 
-    def arrive(self, rank: Rank) -> None:
-        """A member is in it now."""
+    def arrive(self, rank: Rank, compute: Callable[[], Any] = dict) -> None:
+        """A member is in it now; it computes its share when all are, even if it ends then."""
         self.arrived.add(rank)
-        self._are_all_there |= not self.is_void and len(self.arrived) == len(self.ranks)
+        self._computes[rank] = compute
+        if not (self._are_all_there or self.is_void) and len(self.arrived) == len(self.ranks):
+            self._are_all_there = True
+            for each in self._computes.values():
+                each()
 
     def leave(self, rank: Rank) -> None:
         """A member has come out of it: it counts for nobody."""
         self.arrived.discard(rank)
+        self._computes.pop(rank, None)
         self.is_void |= not self._are_all_there
 
 

@@ -9,9 +9,12 @@ from comm_pool.layout import Rank
 from comm_pool.plan import CommunicatorPlan
 from kvadaptor.transfer.mailbox import RankMailbox
 from tests.harness.worker.fake_engine import FakeCell, FakeKV
+from tests.simulation.lost_blocks import Content, KVOfRanks, Pieces
 from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
-from tests.simulation.sim_kv import SimKV
+from tests.simulation.sim_kv import GEOMETRY, SimKV
 from tests.simulation.sim_queue import SharedQueue
+from worker.engine import lost_kv
+from worker.engine.lost_kv import LostKV
 
 if TYPE_CHECKING:
     from tests.simulation.sim_rank import SimRank
@@ -22,14 +25,24 @@ MAILBOX_BYTES = 1 << 17
 class RankMemory(FakeCell):
     """Mailboxes, step queues, marks and KV of the ranks of one cohort."""
 
-    def __init__(self, ranks: Collection[Rank], plan: CommunicatorPlan) -> None:
+    def __init__(
+        self, ranks: Collection[Rank], plan: CommunicatorPlan, num_pages: int, *, outlives: bool
+    ) -> None:
+        """No rank has more than `num_pages`; `outlives`: the memory is of no process."""
         self.max_tasks, self.budget = MAX_TASKS, STEP_TOKENS
+        self.num_pages = num_pages
         self.ranks = tuple(sorted(ranks))
         self.aborted = set()
         self.memory: dict[int, FakeKV] = {}
         self.mailboxes: dict[Rank, RankMailbox] = {rank: SimMailbox() for rank in self.ranks}
         inside = [group for group in plan if set(group) <= set(ranks)]
+        self._widths = sorted({1, *map(len, inside)})
         self.shared_queues = {group: SharedQueue(group) for group in inside}
+        self._pieces = Pieces() if outlives else None
+        self.entered: dict[Content, int] = {}
+        """Which stay has computed what was entered into directories."""
+        self.lost: dict[Rank, LostKV] = {}
+        """What the process of each rank reads of lost groups; none without such memory."""
         self._marks: dict[tuple[Rank, ...], dict[Rank, int]] = {group: {} for group in inside}
 
     def queue(self, ranks: tuple[Rank, ...]) -> SharedQueue:  # type: ignore[override]
@@ -43,9 +56,21 @@ class RankMemory(FakeCell):
     def take(self, process: "SimRank", num_pages: int) -> None:
         """Give the place of a rank to a new process."""
         rank, mailbox = process.rank, self.mailboxes[process.rank]
-        self.memory[rank] = SimKV(num_pages)
+        if self._pieces is not None:
+            # The predecessor's KV can be read until then.
+            self.lost[rank] = self._open(rank, self._pieces)
+        if self._pieces is not None and rank in self.memory:
+            self.memory[rank].words[:] = 0
+        else:
+            self.memory[rank] = SimKV(num_pages)
         assert isinstance(mailbox, SimMailbox)
         mailbox.note = partial(process.world.point, rank)
+
+    def _open(self, rank: Rank, pieces: Pieces) -> LostKV:
+        slots = {width: GEOMETRY.slots_per_page(width) for width in self._widths}
+        world, pages = len(self.ranks), self.num_pages
+        directories = lost_kv.open_directories(pieces, rank, world, pages, slots)
+        return LostKV(directories, GEOMETRY, rank, KVOfRanks(self.memory))
 
     def join(self, rank: Rank) -> None:
         """Let a new process take the place of one that has ended; the others look on."""
@@ -89,7 +114,18 @@ class Reach:
 class RankMemories:
     """The memory of the processes that were started last."""
 
-    def __init__(self, world: int, plan: CommunicatorPlan, widths: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        world: int,
+        plan: CommunicatorPlan,
+        widths: tuple[int, ...],
+        num_pages: int,
+        *,
+        outlive: bool,
+    ) -> None:
+        """`outlive`: memory of all ranks is of no process; see `RankMemory`."""
+        self._num_pages = num_pages
+        self._outlive = outlive
         self._world = world
         self._plan = plan
         self._widths = widths
@@ -110,8 +146,10 @@ class RankMemories:
                 self._memory.join(rank)
             return Reach(self._cohort, self._widths, self._memory, True, together)
         self._cohort += 1
-        memory = RankMemory(ranks, self._plan)
-        if len(ranks) == self._world:
+        is_whole = len(ranks) == self._world
+        outlives = self._outlive and is_whole
+        memory = RankMemory(ranks, self._plan, self._num_pages, outlives=outlives)
+        if is_whole:
             self._memory = memory
         widths = tuple(width for width in self._widths if width <= len(ranks))
         return Reach(self._cohort, widths, memory, False, together)

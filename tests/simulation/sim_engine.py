@@ -6,7 +6,7 @@ process does meanwhile. A step there that lacks a member never ends, until it is
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,13 @@ from tests.harness.worker.fake_engine import (
     FakeQueue,
     LaunchedStep,
 )
-from tests.harness.worker.fake_scheduler import FakePlan
+from tests.harness.worker.fake_scheduler import FakeOutput, FakePlan
 from tests.simulation.checkers import Violation
-from tests.simulation.sim_kv import BLOCK_TOKENS, Copy, SimMover, words_of
+from tests.simulation.lost_blocks import Doubt, GroupBlocks, Loads
+from tests.simulation.sim_kv import BLOCK_TOKENS, Copy, SimMover, Stay, words_of
 from tests.simulation.sim_queue import SimQueue
 from tests.simulation.sim_scheduler import SimIntake, SimPlan, SimScheduler
+from worker.engine.lost_kv import PLACES, LostKV
 from worker.rank.engine import EngineFacts, NoRoomError
 from worker.rank.step_times import StepCurve, StepTimes
 from worker.spec import RankSpec
@@ -151,7 +153,19 @@ class SimMode(FakeMode):
     def plan_step(self, group: Group, settle: Callable[[], None]) -> FakePlan:
         plan = super().plan_step(group, settle)
         assert isinstance(plan, SimPlan)
+        self._count(plan.loads)
         return self._sim.stamped(plan)
+
+    def _count(self, loads: Loads) -> None:
+        """Count what a step that was just planned loads."""
+        world, lost = self._sim.process.world, self._sim.lost
+        if lost is None:
+            return
+        for place in loads.lost_places:
+            ranks = lost.directories[place // PLACES].shape.ranks
+            world.stats.loaded += 1
+            world.stats.loaded_of_wide += len(ranks) > 1
+            world.stats.loaded_of_the_dead += any(world.ranks[Rank(each)] is None for each in ranks)
 
     def select(self) -> None:
         """Trust no KV that was found before."""
@@ -173,42 +187,71 @@ class SimMode(FakeMode):
         engine, slots = self._sim, self._slots(plan)
         step = engine.process.world.steps.begin(engine.process, plan)
         formation = engine.formation
+        load = self._loader(plan)
 
         def run() -> dict[str, int]:
             self._check_selected()
             assert engine.formation == formation, "a deferred step of another formation."
             engine.raise_if_without_room()
-            engine.meet_in(step)
-            return self._compute(plan, slots)
+            load()
+            engine.meet_in(step, lambda: self._compute(plan, slots))
+            return step.tokens
 
         return run
+
+    def finish_step(self, plan: FakePlan, result: Mapping[str, int]) -> list[FakeOutput]:
+        outputs = super().finish_step(plan, result)
+        assert isinstance(plan, SimPlan)
+        self._sim.process.world.stats.void += len(plan.loads.void)
+        return outputs
+
+    def _loader(self, plan: FakePlan) -> Callable[[], None]:
+        """Return a call that loads what a step loads of lost groups, as the product does."""
+        assert isinstance(plan, SimPlan)
+        engine, loads = self._sim, plan.loads
+        if engine.lost is None or not loads.tasks:
+            return lambda: None
+        member = self.ranks.index(engine.spec.rank)
+        return engine.lost.loader(loads, self.width, member, self.table)
 
     def _compute(self, plan: FakePlan, slots: list[list[int]]) -> dict[str, int]:
         """Read the context of each task, and write its new tokens."""
         assert isinstance(plan, SimPlan) and plan.step is not None
+        if self._sim.process.is_replaced:
+            return {}  # It was in the step when it ended, and its pages are another's by now.
         self.computed += 1
         self.known -= plan.ended
         checked = self._checked
         for part, at in zip(plan.parts, slots, strict=True):
             stay, start, end = plan.stays[part.name], part.start, part.start + part.count
             first = start // BLOCK_TOKENS
-            self._find(at, stay, first if stay in checked else 0, -(-start // BLOCK_TOKENS), start)
+            is_loaded = part.name in plan.loads.tasks
+            checks_from = first if stay.number in checked and not is_loaded else 0
+            found = self._wrong(at, stay, checks_from, -(-start // BLOCK_TOKENS), start)
+            for block, what in found:
+                if not is_loaded:
+                    raise Violation(what)
+                plan.loads.doubts.append(Doubt(part.blocks[block], what))
             last = -(-end // BLOCK_TOKENS)
             self._rows[at[first:last]] = words_of(stay, first, last, end, self._heads)
-            checked.add(stay)
+            checked.add(stay.number)
             self.known.add(part.name)
         return plan.step.tokens
 
-    def _find(self, slots: list[int], stay: int, first: int, last: int, tokens: int) -> None:
+    def _wrong(
+        self, slots: list[int], stay: Stay, first: int, last: int, tokens: int
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the blocks from `first` to `last` that hold something else, and what."""
         if first == last:
             return
         found = self._rows[slots[first:last]]
         wanted = words_of(stay, first, last, tokens, self._heads)
-        if not (found == wanted).all():
-            rank = self._sim.process.rank
-            raise Violation(
-                f"rank {rank} has {found.tolist()} in {self.ranks}, not {wanted.tolist()}"
-            )
+        if (found == wanted).all():
+            return
+        rank = self._sim.process.rank
+        what = f"rank {rank} has {found.tolist()} in {self.ranks}, not {wanted.tolist()}"
+        for number in np.flatnonzero((found != wanted).any(axis=1)).tolist():
+            yield first + number, what
 
 
 class SimEngine(FakeEngine):
@@ -228,7 +271,12 @@ class SimEngine(FakeEngine):
         """Those that are in flight."""
         self.barriers: list[Copy] = []
         """Copies that later launches wait for."""
+        self.lost = memory.lost.get(spec.rank)
+        """The KV of lost groups; None where it ends with its processes."""
         super().__init__(memory, spec)
+        if self.lost is not None:
+            for mode in self.modes.values():
+                self._enter_blocks(mode, self.lost)
         self.is_synchronous = self.holds_steps = not on_device
         self.intake: SimIntake = SimIntake()
         self.mover: SimMover = SimMover(process)
@@ -245,12 +293,25 @@ class SimEngine(FakeEngine):
         if ranks[0] == self.spec.rank:
             scheduler = SimScheduler(slots, BLOCK_TOKENS, MAX_TASKS, STEP_TOKENS)
             scheduler.stays = self.process.world.stays
-        table = SlotTable(self.kv.num_pages, slots) if width > 1 else None
+        table = SlotTable(self._memory.num_pages, slots) if width > 1 else None
         curve: dict[StepMode, StepCurve] = {
             Mode.DP if width == 1 else Mode.TP: StepCurve(((1, STEP_US),))
         }
         queue: FakeQueue = SimQueue(self.process, self._memory.queue(ranks)) if width > 1 else NONE
         return SimMode(self, ranks, scheduler, table, queue, StepTimes(width, curve))
+
+    def _enter_blocks(self, mode: FakeMode, lost: LostKV) -> None:
+        """Let a scheduler enter its full blocks, and load those of lost groups."""
+        directory = lost.directory_of(mode.ranks)
+        assert directory is not None
+        self.directories[mode.ranks] = directory
+        if isinstance(mode.scheduler, SimScheduler):
+            mode.scheduler.blocks = GroupBlocks(directory, lost, self._memory.entered)
+
+    def know(self, present: Mapping[Rank, int]) -> None:
+        super().know(present)
+        if self.lost is not None:
+            self.lost.know(present)
 
     def facts(self) -> EngineFacts:
         """See `Engine`, as all that follows."""
@@ -307,10 +368,10 @@ class SimEngine(FakeEngine):
             self.process.had_no_room_in.add(self.formation)
             raise NoRoomError("the simulation says so.")
 
-    def meet_in(self, step: "OpenStep") -> None:
-        """Wait in a collective until all members are there."""
+    def meet_in(self, step: "OpenStep", compute: Callable[[], Any] = dict) -> None:
+        """Wait in a collective until all members are there; then each has computed its share."""
         rank, ranks = self.process.rank, step.ranks
-        step.arrive(rank)
+        step.arrive(rank, compute)
 
         def is_lost() -> bool:
             return self.communicators.is_aborted(ranks, step.formation)

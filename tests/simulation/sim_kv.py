@@ -5,6 +5,7 @@ task, and how many of its tokens it covers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,8 @@ KV_HEADS = 8
 """Every width divides this number."""
 
 BLOCK_TOKENS = 4
-GEOMETRY = PageGeometry(1, KV_HEADS, 1, 1, 4, BLOCK_TOKENS)
+GEOMETRY = PageGeometry(1, KV_HEADS, 1, 1, 1, BLOCK_TOKENS)
+"""A block has a word of 8 bytes per head."""
 _BLOCKS, _COUNTS = 64, 8
 
 Words = npt.NDArray[np.int64]
@@ -38,18 +40,31 @@ class SimKV(FakeKV):
         self.words: Words = np.zeros(num_pages * KV_HEADS, dtype=np.int64)
 
 
-def words_of(stay: int, first: int, last: int, tokens: int, heads: Words) -> Words:
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Whose KV a task has: that of its own stay, after that of others, one for each block."""
+
+    number: int
+    loaded: tuple[int, ...] = ()
+
+    def of(self, block: int) -> int:
+        """Return the stay that has computed a block."""
+        return self.loaded[block] if block < len(self.loaded) else self.number
+
+
+def words_of(stay: Stay, first: int, last: int, tokens: int, heads: Words) -> Words:
     """Return (blocks, heads): what blocks of a task hold when its first `tokens` have KV.
 
     Block `last` is the first that is left out.
     """
     if last - first == 1:
         count = min(BLOCK_TOKENS, tokens - first * BLOCK_TOKENS)
-        of_one: Words = ((stay * _BLOCKS + first) * _COUNTS + count) * KV_HEADS + heads
+        of_one: Words = ((stay.of(first) * _BLOCKS + first) * _COUNTS + count) * KV_HEADS + heads
         return of_one[None]
     numbers = np.arange(first, last)
+    stays = np.array([stay.of(each) for each in range(first, last)], dtype=np.int64)
     counts = np.minimum(BLOCK_TOKENS, tokens - numbers * BLOCK_TOKENS)
-    words: Words = (((stay * _BLOCKS + numbers) * _COUNTS + counts) * KV_HEADS)[:, None] + heads
+    words: Words = (((stays * _BLOCKS + numbers) * _COUNTS + counts) * KV_HEADS)[:, None] + heads
     return words
 
 

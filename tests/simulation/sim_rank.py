@@ -175,6 +175,11 @@ class SimRank:
         """Return the KV memory of a rank, numbered from the first of the cohort."""
         return self._memory.memory[self.engine.spec.first + source]
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a newer process has its rank."""
+        return self.world.incarnations[self.rank] != self.incarnation
+
     # ------------------------------------------------------------------ what it does in a tick
 
     def act(self) -> None:
@@ -193,6 +198,7 @@ class SimRank:
             except (PeerLostError, NoRoomError, MoveError) as error:
                 self.world.say(f"rank {self.rank} ends: {error}")
                 self.world.stats.given_up += 1
+                self.distrust()
                 self.world.faults.give_up(self.world, self.rank)
                 return
         raise Violation(f"rank {self.rank} makes passes without end: {self.core!r}")
@@ -256,6 +262,11 @@ class SimRank:
         """End; tokens under way are lost with the process."""
         self._tokens_out.close()
         self.host.fiber.end()
+
+    def distrust(self) -> None:
+        """Let nobody read the memory of this process, which has ended."""
+        if self.engine.lost is not None:
+            self.engine.lost.distrust()
 
     # ------------------------------------------------------------------ what it says to others
 

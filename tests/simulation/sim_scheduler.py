@@ -5,7 +5,7 @@ right: each output has the digest of the tokens before it.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,11 @@ from tests.harness.worker.fake_scheduler import (
     FakePlan,
     FakeRequest,
     FakeScheduler,
+    Part,
 )
 from tests.simulation.checkers import digest
+from tests.simulation.lost_blocks import GroupBlocks, Loads, extend_keys
+from tests.simulation.sim_kv import BLOCK_TOKENS, Stay
 from worker.rank.engine import LeaseIndices, Tokens
 from worker.rank.task_state import Blocks, CachedChain, RunningState
 
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 class SimPlan(FakePlan):
     """A step as all members see it: they share the object."""
 
-    stays: Mapping[str, int] = field(default_factory=dict)
-    """Task -> the number of its stay, in whose name its KV is written."""
+    stays: Mapping[str, Stay] = field(default_factory=dict)
+    """Task -> its stay, in whose name its KV is written."""
+    loads: Loads = field(default_factory=Loads)
     binding: Binding | None = None
     """The formation that its leader is in."""
     table: frozenset[int] = frozenset()
@@ -46,9 +50,19 @@ class SimOutput(FakeOutput):
 
 
 class SimRequest(FakeRequest):
-    """A task; its KV is that of one stay, until it is computed anew."""
+    """A task; its KV is that of one stay, after what it has loaded, until it is computed anew."""
 
-    stay = 0
+    stay = Stay(0)
+
+    def __init__(self, name: str, prompt: list[int], max_tokens: int, moves: bool) -> None:
+        super().__init__(name, prompt, max_tokens, moves)
+        self._keys: list[bytes] = []
+
+    def keys(self, blocks: int) -> list[bytes]:
+        """Return the keys of its first full blocks, up to this number, whose tokens are known."""
+        if len(self._keys) < blocks:
+            extend_keys(self._keys, self.prompt + self.tokens, blocks)
+        return self._keys[:blocks]
 
 
 class SimIntake(FakeIntake):
@@ -73,10 +87,17 @@ class SimScheduler(FakeScheduler):
     """Numbers of stays, of the whole world."""
     adopted = 0
     """How many tasks it has continued."""
+    blocks: GroupBlocks | None = None
+    """Its full blocks in the directory of its group; None where KV ends with its process."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._not_entered: list[tuple[SimRequest, int, int]] = []
+        """Continued tasks, their full blocks by then, and how often they were preempted."""
 
     def add_task(self, request: Any, generated: list[int]) -> None:
         """See `EngineScheduler`, as all that follows."""
-        request.stay = next(self.stays)
+        request.stay = Stay(next(self.stays))
         super().add_task(request, generated)
 
     def adopt(
@@ -90,20 +111,42 @@ class SimScheduler(FakeScheduler):
         tasks = list(tasks)
         self.adopted += len(tasks)
         super().adopt(tasks, chains, granted, indices, known)
+        for request, _ in tasks if self.blocks is not None else ():
+            full = request.computed // BLOCK_TOKENS
+            self._not_entered.append((request, full, request.preemptions))
 
     def _state(self, request: FakeRequest) -> RunningState:
         assert isinstance(request, SimRequest)
         return replace(super()._state(request), prefill_stats=request.stay)
 
     def plan_step(self) -> SimPlan:
-        plan = super().plan_step()
-        stays: dict[str, int] = {
-            part.name: _stay_of(self.requests[part.name]) for part in plan.parts
-        }
-        return SimPlan(plan.parts, plan.ended, plan.number, plan.mode, stays)
+        plain = super().plan_step()
+        stays: dict[str, Stay] = {part.name: self._request(part.name).stay for part in plain.parts}
+        plan = SimPlan(plain.parts, plain.ended, plain.number, plain.mode, stays)
+        if self.blocks is not None:
+            plan.loads = self.blocks.take_loads()
+            for part in plan.parts:
+                first = 0 if part.name in plan.loads.tasks else part.start // BLOCK_TOKENS
+                self._enter(self._request(part.name), first, part.start + part.count)
+            self.blocks.entries.step_is_planned(plan)
+        return plan
 
     def finish_step(self, plan: FakePlan, tokens: Mapping[str, int]) -> list[FakeOutput]:
+        assert isinstance(plan, SimPlan)
+        counted: FakePlan = plan
+        if self.blocks is not None:
+            void = self.blocks.look_again(plan.loads)
+            self.blocks.entries.step_is_over(plan, is_void=bool(void))
+            if void:
+                counted = replace(plan, parts=tuple(self._without_void(plan, void)))
         held = dict(self.requests)
+        outputs = super().finish_step(counted, tokens)
+        if self.blocks is not None:
+            for request, full, preemptions in self._not_entered:
+                is_here = self.requests.get(request.name) is request
+                if is_here and request.preemptions == preemptions:
+                    self._enter(request, 0, full * BLOCK_TOKENS)
+            self._not_entered.clear()
         return [
             SimOutput(
                 each.request_id,
@@ -111,13 +154,82 @@ class SimScheduler(FakeScheduler):
                 each.finished,
                 digest_of(held[each.request_id].tokens[:-1]),
             )
-            for each in super().finish_step(plan, tokens)
+            for each in outputs
         ]
 
+    # ------------------------------------------------------------------ blocks of groups
 
-def _stay_of(request: FakeRequest) -> int:
-    assert isinstance(request, SimRequest)
-    return request.stay
+    def _enter(self, request: SimRequest, first: int, tokens: int) -> None:
+        """Enter the full blocks of a task's first tokens, from block `first` on."""
+        assert self.blocks is not None
+        last = tokens // BLOCK_TOKENS
+        for number, key in enumerate(request.keys(last)[first:], first):
+            self.blocks.add(request.blocks[number], key, request.stay.of(number))
+
+    def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
+        """Look up a task that has no KV, as vLLM asks its connector."""
+        if self.blocks is None or request.computed:
+            return super()._part(request, room, preempts=preempts)
+        assert isinstance(request, SimRequest)
+        # The last token is always computed: its logits give the next one.
+        found = self.blocks.find(request.keys((request.length - 1) // BLOCK_TOKENS))
+        request.computed = len(found) * BLOCK_TOKENS
+        part = super()._part(request, room, preempts=preempts)
+        if part is None:
+            request.computed = 0
+            return None
+        request.stay = Stay(request.stay.number, tuple(stay for _, stay in found))
+        if found:
+            self.blocks.load(request, [place for place, _ in found])
+        return part
+
+    def _without_void(self, plan: SimPlan, void: set[int]) -> Iterator[Part]:
+        """Yield the parts that count; other tasks are computed again from where it is void."""
+        for part in plan.parts:
+            first = next((n for n, block in enumerate(part.blocks) if block in void), None)
+            if part.name not in plan.loads.tasks or first is None:
+                yield part
+                continue
+            request = self.requests.get(part.name)
+            if request is None or part.name in self._gone or not request.in_flight:
+                continue
+            assert isinstance(request, SimRequest)
+            request.in_flight -= part.count
+            request.planned -= part.gives
+            request.computed = first * BLOCK_TOKENS
+            request.stay = Stay(request.stay.number, request.stay.loaded[:first])
+
+    def _take(self, request: FakeRequest, tokens: int) -> bool:
+        before = len(request.blocks)
+        is_taken = super()._take(request, tokens)
+        if is_taken and self.blocks is not None:
+            for block in request.blocks[before:]:
+                self.blocks.entries.remove(block)
+        return is_taken
+
+    def _release(self, request: FakeRequest) -> None:
+        blocks = request.blocks
+        super()._release(request)
+        if self.blocks is not None and all(each is not blocks for _, each in self._late):
+            self.blocks.directory.release(blocks)
+
+    def _free_late(self) -> None:
+        over = [blocks for number, blocks in self._late if number <= self._over]
+        super()._free_late()
+        if self.blocks is not None:
+            for blocks in over:
+                self.blocks.directory.release(blocks)
+
+    def forget_steps(self) -> None:
+        super().forget_steps()
+        if self.blocks is not None:
+            self.blocks.take_loads()
+            self.blocks.entries.forget_steps()
+
+    def _request(self, name: str) -> SimRequest:
+        request = self.requests[name]
+        assert isinstance(request, SimRequest)
+        return request
 
 
 def digest_of(tokens: Iterable[int]) -> int:

@@ -36,6 +36,14 @@ class Stats:
     """Tasks that went on in another group with their KV."""
     precopied: int = 0
     """Blocks that ranks found copied when they planned a move."""
+    loaded: int = 0
+    """Blocks of lost groups that tasks have loaded instead of computing them."""
+    loaded_of_wide: int = 0
+    """Those of groups of several ranks: some are in pages of survivors."""
+    loaded_of_the_dead: int = 0
+    """Those of groups of which a rank had no process."""
+    void: int = 0
+    """Blocks of lost groups that tasks loaded in vain, as they were gone by the end of the step."""
     failed_moves: int = 0
     """Per rank, as the others."""
     overtaken_moves: int = 0

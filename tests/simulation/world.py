@@ -125,7 +125,10 @@ class World:
         self.moves = MoveChecker()
         self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
-        self.memory = RankMemories(WORLD, plan, WIDTHS)
+        self.memory = RankMemories(
+            *(WORLD, plan, WIDTHS, max(self.num_pages.values())),
+            outlive=self.faults.shares_memory,
+        )
         self.cohorts = dict.fromkeys(self.incarnations, 0)
         """The cohort of each rank's newest process."""
         self._groups = [*plan, *((rank,) for rank in self.incarnations)]
@@ -269,6 +272,8 @@ class World:
         self.say(f"rank {rank} crashes")
         self.stats.crashes += 1
         process.crash()
+        if not self.faults.trusts_memory:
+            process.distrust()
         self.break_rank(rank)
         self.ranks[rank] = None
 
