@@ -8,12 +8,14 @@ strided group (comm_pool/mixed.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from comm_pool.cpu.cell_memory import CellMemoryError
 from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
 from comm_pool.mixed import shape_of_parts
@@ -29,8 +31,9 @@ from worker.engine.weights.borrowed import build_borrowing_tree
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.lending import Borrowing, Place, share_parts
 from worker.engine.weights.model_proof import StepUnprovedError, can_prove, compare, logits_of
+from worker.engine.weights.outcomes import Outcomes, outcomes_of, outcomes_of_model
 from worker.engine.weights.part_finder import find_part
-from worker.engine.weights.part_store import StoredPart
+from worker.engine.weights.part_store import StoredPart, store_part
 from worker.engine.weights.ring import LoanRing
 from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
@@ -96,40 +99,58 @@ class TreeBuilder:
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
 
-        A rank that holds one part of the weights loads that part, which serves as its replica.
+        A rank that holds one part of the weights loads that part, which serves as its replica. On
+        CPU a process that replaces a lost one finds in memory what that one has loaded.
         """
-        parts, stored = self.spec.parts, None
+        parts = self.spec.parts
         config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
         if parts > 1:
             config, group = self._config_of_part(parts), self._parted_over()
         activate(group)
-        found = self._find_part()
         with set_current_vllm_config(config), whole_blocks(self.device):
-            if found is not None:
-                replica, stored = found
-            else:
+            replica, stored = self._find(config) or (None, None)
+            if replica is None:
                 replica = load_replica(config, self.spec.widest, parts, self.spec.borrow)
                 self.loaded_bytes = weight_bytes(replica)
+                if not self.borrows:
+                    self._store(config, replica)
             self._prove(replica, replica, parts, group.rank_in_group)
             if self.borrows:
                 self.borrowing = self._share_parts(replica, stored)
         self.replica_bytes = weight_bytes(replica)
         return replica
 
-    def _find_part(self) -> tuple[nn.Module, StoredPart] | None:
-        """Return the part that a process before this one has left in the cell's memory, if any."""
+    def _find(self, config: VllmConfig) -> tuple[nn.Module, StoredPart] | None:
+        """Return what a process before this one has left in the cell's memory, if any."""
         spec = self.spec
-        if not (self.borrows and spec.joins and spec.memory is not None):
+        if not spec.joins or spec.memory is None:
             return None
-        # Of its own: a configuration has the layers of one tree.
-        config = self._config_of_part(spec.parts)
         plan = loading_plan(config, spec.widest, spec.parts, spec.borrow)
+        compute = partial(self._outcomes, config)
         try:
-            with set_current_vllm_config(config):
-                return find_part(config, plan, spec.memory, spec.rank)
+            return find_part(config, plan, spec.memory, spec.rank, compute)
         except ViewError as error:
             log.warning("part_not_found", reason=str(error), instead="the checkpoint is read")
-            return None
+        # A configuration has the layers of one tree.
+        config.compilation_config.static_forward_context.clear()
+        config.compilation_config.static_all_moe_layers.clear()
+        return None
+
+    def _store(self, config: VllmConfig, replica: nn.Module) -> None:
+        """Move loaded weights into the cell's memory, for the next process of the rank."""
+        spec = self.spec
+        if spec.memory is None:
+            return
+        try:
+            store_part(replica, (), spec.memory, spec.rank, partial(self._outcomes, config))
+        except (CellMemoryError, ViewError) as error:
+            log.warning("part_not_stored", reason=str(error), instead="a restart reads them")
+
+    def _outcomes(self, config: VllmConfig, replica: nn.Module) -> Outcomes:
+        """Return what the next process must compute too; of a part these are layers alone."""
+        if self.spec.parts > 1:
+            return outcomes_of(replica)
+        return outcomes_of_model(replica, config, self.device)
 
     def _share_parts(self, part: nn.Module, stored: StoredPart | None) -> Borrowing:
         spec, widest = self.spec, self.communicators.of_width(self.spec.widest)

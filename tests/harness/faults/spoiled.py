@@ -9,6 +9,9 @@ from safetensors import safe_open
 
 from tests.harness.cells.servers import MODEL
 
+MEMORY = "/memfd:aileron-rest-"
+"""Where ranks keep their weights."""
+
 
 def weight(name: str) -> torch.Tensor:
     """One of the demo model's tensors, as ranks in fp32 hold it."""
@@ -35,13 +38,13 @@ def spoiled(pid: int, tensor: torch.Tensor) -> Iterator[int]:
 
 
 def _places(pid: int, wanted: bytes) -> list[int]:
-    """Addresses in memory of the process' own; what is mapped from files is left alone."""
+    """Addresses in the process' own memory and its weights in the cell's; files are left alone."""
     found = []
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, access, _, _, inode, *_ = line.split()
             first, last = (int(each, 16) for each in span.split("-"))
-            if not access.startswith("rw") or inode != "0":
+            if not access.startswith("rw") or (inode != "0" and MEMORY not in line):
                 continue
             memory.seek(first)
             try:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -16,8 +17,11 @@ PARTS = 2
 
 
 @contextmanager
-def rank_of_parts(model: Path, rank: int) -> Iterator[VllmConfig]:
-    """This process as one of the ranks, with a configuration of its own."""
+def rank_of_parts(model: Path, rank: int, **engine: Any) -> Iterator[VllmConfig]:
+    """This process as one of the ranks, with a configuration of its own.
+
+    `engine` are more of vLLM's engine arguments.
+    """
     base = AsyncEngineArgs(
         model=str(model),
         enforce_eager=True,
@@ -25,6 +29,7 @@ def rank_of_parts(model: Path, rank: int) -> Iterator[VllmConfig]:
         block_size=32,
         kv_cache_memory_bytes=1 << 24,
         skip_tokenizer_init=True,
+        **engine,
     ).create_engine_config()
     config = mode_config(base, ModeKey(Mode.TP, PARTS))
     whole = parallel_state._TP

@@ -14,13 +14,14 @@ from vllm.distributed import parallel_state
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
+from tests.harness.vllm.stored_trees import check_same, end_process
 from tests.harness.vllm.trees import CPU, tree_process, write_and_name
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.part_finder import find_part
-from worker.engine.weights.part_memory import tensors_of, units_of
+from worker.engine.weights.part_memory import units_of
 from worker.engine.weights.part_store import rest_memory, store_part, unit_memory
 from worker.engine.weights.selftest import prove_tree
-from worker.engine.weights.tree import load_replica, loading_plan, unbound_tensor, weight_bytes
+from worker.engine.weights.tree import load_replica, loading_plan
 
 RANKS = PARTS
 KINDS = ("plain", "fp8", "fp8-static", "channel", "moe")
@@ -72,6 +73,7 @@ def load_and_store(model: Path, memory: CellMemory, borrow: str, rank: int = 1) 
         part = load_replica(config, RANKS, PARTS, borrow)
         store_part(part, list(units_of(part)), memory, rank)
         prove(part, rank)
+    end_process()
     return part
 
 
@@ -83,33 +85,15 @@ def find(model: Path, memory: CellMemory, borrow: str, rank: int = 1) -> nn.Modu
     return None if found is None else found[0]
 
 
-def tensors(part: nn.Module) -> dict[tuple[str, str, str], torch.Tensor]:
-    return {
-        (path, holder, name): tensor
-        for path, module in part.named_modules()
-        for holder, name, tensor in tensors_of(module)
-    }
-
-
 @pytest.mark.parametrize("borrow", ["ffn", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_process_finds_every_tensor(
     kind: str, borrow: str, folder: Path, memory: CellMemory
 ) -> None:
     loaded = load_and_store(folder / kind, memory, borrow)
-    stored, num_bytes = tensors(loaded), weight_bytes(loaded)
     found = find(folder / kind, memory, borrow)
     assert found is not None
-    assert unbound_tensor(found) is None
-    again = tensors(found)
-    assert stored.keys() == again.keys()
-    for place, tensor in stored.items():
-        assert again[place].dtype == tensor.dtype, place
-        assert again[place].stride() == tensor.stride(), place
-        bytes_of = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, again[place])]
-        assert torch.equal(*bytes_of), place
-    assert weight_bytes(found) == num_bytes
-    assert dict(loaded.named_parameters()).keys() == dict(found.named_parameters()).keys()
+    check_same(found, loaded)
 
 
 def test_tied_layers_stay_tied(folder: Path, memory: CellMemory) -> None:

@@ -1,6 +1,6 @@
-"""vLLM adapter: the list of all tensors of a rank's part of the weights in the cell's memory.
+"""vLLM adapter: the list of all tensors of a rank's weights in the cell's memory.
 
-CPU ranks of a cell that borrow share memory that outlives them. A rank writes this list last, with
+CPU ranks of a cell share memory that outlives them. A rank writes this list last, with
 a checksum of itself, so a list that can be read says that the memory is complete. The next process
 of the rank finds its tensors with it, and peers the layout and the checksums of what they borrow.
 """
@@ -10,6 +10,7 @@ import zlib
 from dataclasses import dataclass
 
 from comm_pool.cpu.cell_memory import FENCE, CellMemory, manifest_name
+from worker.engine.weights.outcomes import Outcomes
 from worker.engine.weights.part_memory import TensorPlace, UnitLayout
 
 _CHECK_BYTES = 4
@@ -53,7 +54,7 @@ class PlainValue:
 
 @dataclass(frozen=True, slots=True)
 class PartManifest:
-    """All tensors of a loaded part: those of its units, and the rest, `rest_bytes` in all.
+    """All tensors of a loaded part or replica: those of its units, and the `rest_bytes` of others.
 
     The places of the rest name modules by their path in the tree. Places that overlap share memory.
     """
@@ -63,6 +64,8 @@ class PartManifest:
     rest_bytes: int
     rest_sum: int
     plain: tuple[PlainValue, ...]
+    outcomes: Outcomes
+    """Numbers computed with them, which the next process must get too."""
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:

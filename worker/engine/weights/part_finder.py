@@ -1,17 +1,22 @@
-"""vLLM adapter: a rank's part of the weights as a process before has stored it.
+"""vLLM adapter: a rank's replica, or its part of the weights, as a process before has stored it.
 
 A process that takes a lost one's place builds the same tree without weights and gives each layer
 its tensors from the cell's memory (part_store.py), so it reads nothing from the checkpoint.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import structlog
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
@@ -21,16 +26,13 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.cpu.cell_memory import CellMemory
 from worker.engine.weights.checksums import checksum, numbers_of
-from worker.engine.weights.fp8 import (
-    UNPACKED_KERNELS,
-    ViewedFp8Method,
-    is_quantized,
-    kernel_of,
-)
+from worker.engine.weights.fp8 import ViewedFp8Method, is_quantized, kernel_of
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.moe import is_moe, real_expert_maps
+from worker.engine.weights.outcomes import Outcomes, check_outcomes, outcomes_of
+from worker.engine.weights.packed import is_packed, process_empty
 from worker.engine.weights.part_memory import TensorPlace, tensors_of
 from worker.engine.weights.part_store import Memory, StoredPart, rest_memory, sums_of, unit_memory
 from worker.engine.weights.tree import check_viewable
@@ -41,15 +43,21 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def find_part(
-    config: VllmConfig, plan: ShardPlan, memory: CellMemory, rank: int
+    config: VllmConfig,
+    plan: ShardPlan,
+    memory: CellMemory,
+    rank: int,
+    compute: Callable[[nn.Module], Outcomes] = outcomes_of,
 ) -> tuple[nn.Module, StoredPart] | None:
-    """Return the tree of a rank's part over stored tensors; None if they are not complete.
+    """Return the tree of a rank's part or replica over stored tensors; None if they lack some.
 
-    `config` and `plan` are those that the part was loaded with, and so is the rank's place in
-    vLLM's active tp group. Tensors that have changed since count as not complete.
+    `config` and `plan` are those that it was loaded with, and so are the rank's place in vLLM's
+    active tp group and what it must `compute` as before. Tensors that have changed since count as
+    lacking.
 
     Raises:
-        ViewError: if the tree lacks a layer or has a tensor that was not stored.
+        ViewError: if the tree lacks a layer, has a tensor that was not stored, or computes
+            something else.
     """
     manifest = PartManifest.load(memory, rank)
     if manifest is None:
@@ -59,11 +67,23 @@ def find_part(
     if (name := _changed(manifest, own, rest)) is not None:
         log.warning("part_changed", rank=rank, unit=name, instead="the checkpoint is read")
         return None
-    tree = _tree_without_weights(config, plan)
-    _bind(tree, manifest, own, rest)
-    check_viewable(tree)
-    view_gated(tree)
-    return tree.eval(), StoredPart(manifest, own)
+    with _no_cached_ropes():
+        tree = _tree_without_weights(config, plan)
+        _bind(tree, manifest, own, rest)
+        check_viewable(tree)
+        view_gated(tree)
+        check_outcomes(compute(tree.eval()), manifest.outcomes)
+    return tree, StoredPart(manifest, own)
+
+
+@contextmanager
+def _no_cached_ropes() -> Iterator[None]:
+    """After a failure, let no other tree get this one's rotary modules, which lack numbers."""
+    try:
+        yield
+    except BaseException:
+        _ROPE_DICT.clear()
+        raise
 
 
 def _changed(manifest: PartManifest, own: Memory, rest: torch.Tensor) -> str | None:
@@ -75,34 +95,55 @@ def _changed(manifest: PartManifest, own: Memory, rest: torch.Tensor) -> str | N
 
 
 def _tree_without_weights(config: VllmConfig, plan: ShardPlan) -> nn.Module:
-    """Build the tree on meta, with the kernels that it has after loading."""
+    """Build the tree on meta, with the kernels that it has after loading.
+
+    Raises:
+        ViewError: if vLLM cannot build it so.
+    """
     model_config = config.model_config
-    with (
-        building(plan),
-        real_expert_maps(CPU),
-        set_default_torch_dtype(model_config.dtype),
-        META,
-    ):
-        tree = initialize_model(vllm_config=config, model_config=model_config)
+    try:
+        with (
+            building(plan),
+            real_expert_maps(CPU),
+            set_default_torch_dtype(model_config.dtype),
+            META,
+        ):
+            tree = initialize_model(vllm_config=config, model_config=model_config)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ViewError(f"vLLM cannot build the model without weights ({error}).") from error
+    methods = {}
     for name, module in tree.named_modules():
-        if is_quantized(module):
+        if is_packed(module):
+            process_empty(name, module)
+            methods[module], module.quant_method = module.quant_method, None
+        elif is_quantized(module):
             kernel = kernel_of(module)
-            if kernel is None or type(kernel) not in UNPACKED_KERNELS:
-                raise ViewError(f"layer {name} has no kernel for weights that were processed.")
+            assert kernel is not None, "the layer is not packed."
             if hasattr(kernel, "logical_output_size"):
                 kernel.logical_output_size = module.output_size_per_partition
             module.quant_method = ViewedFp8Method(kernel)
         elif isinstance(module, Attention):
             module.quant_method = None  # It would read scales that loading has consumed.
+        elif isinstance(module, RoutedExperts) and not isinstance(
+            module.quant_method, UnquantizedFusedMoEMethod
+        ):
+            raise ViewError(f"layer {name} has quantized experts, whose kernel keeps their scales.")
     # Experts are stored in their kernel's order.
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, META)
+    for layer, method in methods.items():
+        layer.quant_method = method
     return tree
 
 
 def _bind(tree: nn.Module, manifest: PartManifest, own: Memory, rest: torch.Tensor) -> None:
     """Give all layers their tensors, and what loading has left in place of others."""
     modules = dict(tree.named_modules())
+    built = [
+        (module, holder, name, tensor)
+        for module in modules.values()
+        for holder, name, tensor in _held_by(module)
+    ]
     for module in modules.values():
         # Loading may have replaced parameters by others.
         module._parameters.clear()
@@ -122,6 +163,43 @@ def _bind(tree: nn.Module, manifest: PartManifest, own: Memory, rest: torch.Tens
         for _, name, tensor in tensors_of(module):
             if tensor.is_meta:
                 raise ViewError(f"the tensor {name} of layer {path} was not stored.")
+    now = {
+        id(tensor): (getattr(module, holder) if holder else vars(module)).get(name)
+        for module, holder, name, tensor in built
+    }
+    for path, module in modules.items():
+        for helper in vars(module).values():
+            _bind_helper(path, helper, now, set())
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (holder, name, tensor) like `tensors_of`, but the very object that others may hold."""
+    for holder, name, _ in tensors_of(module):
+        yield holder, name, (getattr(module, holder) if holder else vars(module))[name]
+
+
+def _bind_helper(path: str, helper: object, now: Mapping[int, object], visited: set[int]) -> None:
+    """Give vLLM's helpers of a module, such as kernels and routers, the tensors stored for it.
+
+    `now` has what a module holds by the identity of what it held on meta.
+
+    Raises:
+        ViewError: if a helper has a tensor that no module has.
+    """
+    kind = type(helper)
+    if isinstance(helper, (torch.Tensor, nn.Module, type)) or id(helper) in visited:
+        return
+    if not kind.__module__.startswith("vllm.") or kind.__module__.startswith("vllm.config"):
+        return
+    visited.add(id(helper))
+    for name, value in list(getattr(helper, "__dict__", {}).items()):
+        if not isinstance(value, torch.Tensor):
+            _bind_helper(path, value, now, visited)
+        elif id(value) in now:
+            # Some are frozen.
+            object.__setattr__(helper, name, now[id(value)])
+        elif value.is_meta:
+            raise ViewError(f"the tensor {name} of a {kind.__name__} in {path} was not stored.")
 
 
 def _places(

@@ -1,12 +1,13 @@
-"""vLLM adapter: moves a rank's loaded part of the weights into the memory of its cell.
+"""vLLM adapter: moves what a rank has loaded of the weights into the memory of its cell.
 
-All tensors of the part lie in two pieces of memory that outlive the rank: its units, which peers
-read, and the rest. The next process of the rank finds them there (part_finder.py).
+All tensors lie in two pieces of memory that outlive the rank: the units of a part, which peers
+read, and the rest, which is all of a replica. The next process of the rank finds them there
+(part_finder.py).
 """
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +17,7 @@ from torch import nn
 from comm_pool.cpu.cell_memory import CellMemory, rest_name, weights_name
 from worker.engine.weights.checksums import checksum, numbers_of
 from worker.engine.weights.manifest import LentUnit, PartManifest, PlainValue, UnitSums
+from worker.engine.weights.outcomes import Outcomes, outcomes_of
 from worker.engine.weights.part_memory import (
     ALIGNMENT_BYTES,
     TensorPlace,
@@ -49,6 +51,8 @@ def unit_memory(
     memory: CellMemory, rank: int, layouts: Sequence[UnitLayout], *, is_own: bool
 ) -> Memory:
     """Return the memory of each unit of a rank's part, in the cell's memory."""
+    if not layouts:
+        return []
     sizes = [_aligned(layout.num_bytes, PAGE_BYTES) for layout in layouts]
     raw = _mapped(memory, weights_name(rank), sum(sizes), is_own=is_own)
     return [
@@ -96,8 +100,16 @@ def describe_units(
     )
 
 
-def store_part(part: nn.Module, units: Sequence[Unit], memory: CellMemory, rank: int) -> StoredPart:
-    """Move all tensors of a loaded part into the cell's memory; its layers use them there.
+def store_part(
+    part: nn.Module,
+    units: Sequence[Unit],
+    memory: CellMemory,
+    rank: int,
+    compute: Callable[[nn.Module], Outcomes] = outcomes_of,
+) -> StoredPart:
+    """Move all tensors of a loaded part or replica into the cell's memory, where its layers use it.
+
+    `units` are what peers read, if any do. The next process must `compute` the same.
 
     Raises:
         ViewError: if a unit cannot be laid out.
@@ -126,6 +138,7 @@ def store_part(part: nn.Module, units: Sequence[Unit], memory: CellMemory, rank:
         rest.numel(),
         numbers_of([checksum(rest)])[0],
         tuple(_plain_values(part)),
+        compute(part),
     )
     manifest.store(memory, rank)
     return StoredPart(manifest, own)
