@@ -11,13 +11,13 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry, Split
+from worker.rank.migration.lease_indices import renumbered
 from worker.rank.migration.manifest import (
     Ints,
     Manifest,
     MigrationPlan,
     TaskSnapshot,
     plan_move,
-    renumbered,
 )
 from worker.rank.task_state import CachedChain, RunningState
 

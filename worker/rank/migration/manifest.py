@@ -29,6 +29,7 @@ from kvadaptor.reshard.terms import (
     ReshardPlan,
 )
 from worker.rank.migration.early_copy import EarlyCopy, true_blocks
+from worker.rank.migration.lease_indices import fresh_indices, renumbered
 from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import CachedChain, RunningState
 
@@ -236,12 +237,9 @@ def _ranks_in(ranks: Ints) -> list[int]:
     return found
 
 
-def renumbered(blocks: Ints, binding: Binding, indices: Ints) -> Ints:
-    """Map plan blocks to lease indices: the plan counts from 1, the group may use other indices."""
-    width = binding.group.width
-    if width == 1:
-        return blocks
-    return width * indices[blocks // width - 1] + blocks % width
+def _used_indices(group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
+    used = (manifests[member].indices.get(group) for member in group if member in manifests)
+    return [each for each in used if each is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,11 +271,10 @@ def plan_move(
         return MigrationPlan(ranks, (), plan, (), {}, {}, groups, None, {})
     plan = plan_reshard(given)
     indices = tuple(
-        _fresh_indices(
-            lease.ranks,
+        fresh_indices(
             lease.indices if lease.width > 1 else 0,
             # An old group gives up its lease before the new lease is taken.
-            {} if lease.ranks in groups else manifests,
+            () if lease.ranks in groups else _used_indices(lease.ranks, manifests),
             min(manifests[member].num_pages for member in lease.ranks),
         )
         for lease in plan.groups
@@ -475,23 +472,3 @@ def _free_pages(manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldG
             is_free[_slots_of_written(group.ranks, manifests)[place] // width] = False
             return np.flatnonzero(is_free)
     return manifest.free
-
-
-def _fresh_indices(
-    group: Ranks, count: int, manifests: Mapping[int, Manifest], num_pages: int
-) -> Ints:
-    """Return the lowest lease indices that no member of the group uses.
-
-    `num_pages` counts the pages of the member with fewest: its table has no more indices.
-    """
-    if not count:
-        return np.zeros(0, dtype=np.int64)
-    used = [manifests[member].indices.get(group) for member in group if member in manifests]
-    taken = np.concatenate([each for each in used if each is not None] or [np.zeros(0, np.int64)])
-    last = count + taken.size + 1
-    is_free = np.ones(last + 1, dtype=np.bool_)
-    is_free[0] = False
-    is_free[taken[taken <= last]] = False
-    fresh = np.flatnonzero(is_free)[:count]
-    assert fresh[-1] < num_pages, "members hold too different leases: the lease indices run out."
-    return fresh
