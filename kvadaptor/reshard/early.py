@@ -24,7 +24,8 @@ class EarlyPlan:
     `finest` is that of a plan, `order` that of the rank's new group. `source_ranks` and
     `source_units` are (n, s): where the s units of each of n blocks are read. They go to the units
     of slot `slots[i]`, in order. `places` are, per chain, the (m,) places of its blocks that are
-    copied, and their numbers among the n.
+    copied, and their numbers among the n. `chains` will be those of the rank's new group, if
+    nothing changes.
     """
 
     finest: Split
@@ -34,6 +35,7 @@ class EarlyPlan:
     source_units: Ints
     slots: Ints
     places: Mapping[str, tuple[Ints, Ints]]
+    chains: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -95,6 +97,7 @@ def plan_early(given: ReshardInput, rank: int, spare: Ints) -> EarlyPlan:
         source_units=source % rank_units,
         slots=slots[: todo.size],
         places=_places(blocks, mine, position),
+        chains=tuple(blocks.chains[task].id for task in mine),
     )
 
 

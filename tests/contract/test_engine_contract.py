@@ -321,15 +321,21 @@ def test_tasks_that_others_continue_are_forgotten_at_once(bench: EngineBench, wi
     assert scheduler.idle
 
 
-def move(bench: EngineBench, fresh: Any) -> None:
-    """Let the only task go on in these pages of the same rank; a step of it may be in flight."""
+def move(bench: EngineBench, fresh: Any, steps: int = 0) -> None:
+    """Let the only task go on in these pages of the same rank; a step of it may be in flight.
+
+    Its request is built this many steps before it is published.
+    """
     engine, scheduler = bench.engine, bench.scheduler
+    [first], _ = scheduler.movable(100)
+    request = engine.intake.continued_request(bench.payload(first.task, PROMPT, 8), first)
+    known = request.token_ids()
+    assert known.tolist() == PROMPT + first.tokens()
+    bench.run(steps)
     plan = bench.plan()
     [state], _ = scheduler.movable(100)
-    payload = bench.payload(state.task, PROMPT, 8)
-    request = engine.intake.continued_request(payload, state)
-    known = request.token_ids()
-    assert known.tolist() == PROMPT + state.tokens()
+    request.catch_up(state)
+    assert request.token_ids().tolist() == PROMPT + state.tokens()
     bench.finish(plan, bench.mode.execute(plan))
     finish = engine.mover.start({0: {0: (state.blocks, fresh)}}, Split(1, 1))
     engine.mark()()
@@ -345,13 +351,14 @@ def move(bench: EngineBench, fresh: Any) -> None:
     assert scheduler.holding() == [state.task]
 
 
-def test_an_adopted_task_goes_on_where_its_kv_was_copied_to(bench: EngineBench) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_adopted_task_goes_on_where_its_kv_was_copied_to(bench: EngineBench, steps: int) -> None:
     bench.begin(1, PAGES)
     wanted = bench.alone(PROMPT, 8)
     bench.add("a", PROMPT, 8)
-    bench.run(3)
+    bench.run(3 - steps)
     fresh = bench.engine.pages.free_pages()[-2:]
-    move(bench, fresh)
+    move(bench, fresh, steps)
     bench.begin(1, 2)
     plan = bench.plan()
     assert (plan.tokens, plan.context) == (1, len(PROMPT) + 3), "nothing is computed again"

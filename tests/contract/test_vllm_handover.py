@@ -22,7 +22,7 @@ from tests.harness.vllm.mode_schedulers import (
     step,
     told,
 )
-from worker.engine.scheduling.handover import FinishedChains, forget_hashes
+from worker.engine.scheduling.handover import FinishedChains, forget_hashes, restore
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.rank.task_state import CachedChain, prefixes_of
 
@@ -44,6 +44,29 @@ def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> No
     assert step(new) == {"a": 1}, "nothing is computed again"
     assert new.requests["a"].output_token_ids[:] == [7, 7, 7]
     assert list(new.requests["a"].block_hashes) == state.hashes
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_a_request_that_was_built_early_catches_up(
+    base: VllmConfig, hasher: Any, steps: int
+) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    step(old)
+    request = restored("a", PROMPT, told(old)["a"], hasher)
+    for _ in range(steps):
+        step(old)
+    state = told(old)["a"]
+    restore(request, state, request._block_hasher)
+    at_once = restored("a", PROMPT, state, hasher)
+    for name in ("_all_token_ids", "_output_token_ids", "num_computed_tokens", "block_hashes"):
+        assert getattr(request, name) == getattr(at_once, name), name
+    blocks = np.arange(9, 9 + state.blocks.size)
+    new.adopt([(request, blocks)], [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    for _ in range(25):
+        assert step(new) == step(old) == {"a": 1}
+    assert new.requests["a"].block_hashes == old.requests["a"].block_hashes
 
 
 def test_a_prompt_goes_on_where_a_chunk_ended(base: VllmConfig, hasher: Any) -> None:

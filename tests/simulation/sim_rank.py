@@ -20,6 +20,7 @@ from tests.simulation.rank_memory import Reach
 from tests.simulation.sim_engine import SimEngine, spec_of
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_host import TICK_MS, SimHost, SimInbox
+from tests.simulation.sim_scheduler import is_built_early
 from tests.simulation.sim_session import HEARTBEAT_TICKS, SimSession
 from worker.launch.peer_failure import Loss, PeerFailure
 from worker.launch.watchdog import Progress, abort_formation
@@ -314,6 +315,8 @@ class SimRank:
             self.world.stats.failed_moves += migration.has_failed
             early = migration.precopy.held(effect.directive.stage.epoch)
             self.world.stats.precopied += sum(each.slots.size for each in early)
+            incoming = migration._pending.incoming if migration._pending is not None else ()
+            self.world.stats.built_early += sum(is_built_early(each.request) for each in incoming)
 
     def _resolves(self, resolve: Resolve) -> None:
         stats, migration = self.world.stats, self.runtime.migration

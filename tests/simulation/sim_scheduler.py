@@ -53,6 +53,8 @@ class SimRequest(FakeRequest):
     """A task; its KV is that of one stay, after what it has loaded, until it is computed anew."""
 
     stay = Stay(0)
+    states = 0
+    """How many states of its task it was brought to, one after the other."""
 
     def __init__(self, name: str, prompt: list[int], max_tokens: int, moves: bool) -> None:
         super().__init__(name, prompt, max_tokens, moves)
@@ -64,20 +66,20 @@ class SimRequest(FakeRequest):
             extend_keys(self._keys, self.prompt + self.tokens, blocks)
         return self._keys[:blocks]
 
+    def catch_up(self, state: RunningState) -> None:
+        """See `Continuation`."""
+        super().catch_up(state)
+        self.stay = state.prefill_stats
+        self.states += 1
+
 
 class SimIntake(FakeIntake):
     """See `Intake`."""
 
     def request(self, payload: bytes) -> SimRequest:
-        """See `Intake`, as all that follows."""
+        """See `Intake`."""
         plain = super().request(payload)
         return SimRequest(plain.name, plain.prompt, plain.max_tokens, plain.moves)
-
-    def continued_request(self, payload: bytes, state: RunningState) -> FakeRequest:
-        request = super().continued_request(payload, state)
-        assert isinstance(request, SimRequest)
-        request.stay = state.prefill_stats
-        return request
 
 
 class SimScheduler(FakeScheduler):
@@ -230,6 +232,12 @@ class SimScheduler(FakeScheduler):
         request = self.requests[name]
         assert isinstance(request, SimRequest)
         return request
+
+
+def is_built_early(request: Any) -> bool:
+    """Whether a continued request was made of an older state of its task than the last one."""
+    assert isinstance(request, SimRequest)
+    return request.states > 1
 
 
 def digest_of(tokens: Iterable[int]) -> int:

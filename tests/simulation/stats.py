@@ -44,6 +44,8 @@ class Stats:
     """Those of groups of which a rank had no process."""
     void: int = 0
     """Blocks of lost groups that tasks loaded in vain, as they were gone by the end of the step."""
+    built_early: int = 0
+    """Requests that new leaders had built before the old groups were left."""
     failed_moves: int = 0
     """Per rank, as the others."""
     overtaken_moves: int = 0

@@ -18,6 +18,8 @@ from tests.simulation.sweep import failure_of, world_of
 from worker.io.step_queue import SetAside
 from worker.rank.migration import early_copy, manifest
 from worker.rank.migration.early_copy import EarlyCopy
+from worker.rank.migration.early_requests import EarlyRequests
+from worker.rank.migration.manifest import TaskSnapshot
 from worker.rank.migration.precopy import PreCopy
 
 SEEDS = (2, *range(8, 16))
@@ -36,6 +38,7 @@ def test_they_hold_where_kv_is_copied_before_groups_are_left() -> None:
 
 def test_simulations_copy_early() -> None:
     assert sum(run(seed).precopied for seed in SEEDS) > 50
+    assert sum(run(seed).built_early for seed in SEEDS) > 10
 
 
 _true_blocks = early_copy.true_blocks
@@ -81,13 +84,22 @@ def _keeps_nothing_aside(self: SimScheduler, pages: int) -> Any:
 
 _set_aside = SimScheduler.set_aside
 
+
+def _stays_as_built(self: EarlyRequests, leader: int, cargo: TaskSnapshot) -> Any:
+    """Tokens since then are missing."""
+    built = self._built.pop(cargo.state.task, None)
+    return built and (built.request, built.tokens)
+
+
 BUGS: dict[str, tuple[Patch, ...]] = {
     "copies count whatever becomes of the task": ((manifest, "true_blocks", _all_are_true),),
     "pages are not kept from tasks": ((SimScheduler, "set_aside", _keeps_nothing_aside),),
+    "a request stays as it was built": ((EarlyRequests, "take", _stays_as_built),),
 }
 FOUND_BY = {
     "copies count whatever becomes of the task": 128,
     "pages are not kept from tasks": 2,
+    "a request stays as it was built": 8,
 }
 """Seeds that are tried first."""
 

@@ -22,6 +22,10 @@ class ContinuedRequest(Request):
         """Return all token ids, the prompt's first."""
         return tokens_of(self)
 
+    def catch_up(self, state: RunningState) -> None:
+        """Bring it to a later state of the attempt of which it was made."""
+        restore(self, state, self._block_hasher)
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """Append the tokens of the step that was in flight at its publication."""
         go_on(self, tokens)

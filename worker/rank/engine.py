@@ -100,6 +100,9 @@ class Continuation(Protocol):
     def token_ids(self) -> Tokens:
         """Return all token ids, the prompt's first."""
 
+    def catch_up(self, state: RunningState) -> None:
+        """Bring it to a later state of the attempt of which it was made."""
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """Append the tokens of the step that was in flight at its publication."""
 
@@ -220,7 +223,7 @@ class EngineScheduler(Protocol):
 
         The blocks belong to the lease indices `granted`, are free and hold the KV. `chains` are
         oldest first; `indices` are those of a wide group that the migration has filled. `known` are
-        the tasks' tokens as of their publication, by name.
+        the tasks' first tokens, by name: those that they had when their requests were made.
         """
 
 

@@ -63,6 +63,11 @@ class FakeRequest:
         """See `Continuation`."""
         return np.array(self.prompt + self.tokens, dtype=np.int32)
 
+    def catch_up(self, state: RunningState) -> None:
+        """See `Continuation`."""
+        self.tokens += state.tokens()[len(self.tokens) :]
+        self.computed = state.computed
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Continuation`."""
         self.tokens += tokens
@@ -81,7 +86,7 @@ class FakeIntake:
     def continued_request(self, payload: bytes, state: RunningState) -> FakeRequest:
         """See `Intake`."""
         request = self.request(payload)
-        request.tokens, request.computed = state.tokens(), state.computed
+        request.catch_up(state)
         return request
 
 

@@ -1,14 +1,24 @@
 """Ranks copy KV while their groups serve: what their cores ask for, and what it comes to."""
 
 import gc
+import pickle
 from collections.abc import Iterator
 
 import pytest
 
-from coordinator.protocol.messages.rank import Grant, PreCopyOrder
-from coordinator.protocol.terms import Carry, Phase
+from coordinator.protocol.messages.rank import Grant, Place, PreCopyOrder
+from coordinator.protocol.terms import Carry, Phase, TaskId
+from tests.harness.coordinator.builders import header
 from tests.harness.worker.core_cell import CoreCell, CoreRank, kinds
-from tests.harness.worker.fake_scheduler import FakeScheduler, token_at
+from tests.harness.worker.fake_scheduler import (
+    FakeIntake,
+    FakeRequest,
+    FakeScheduler,
+    fake_payload,
+    token_at,
+)
+from worker.rank.migration.manifest import TaskSnapshot
+from worker.rank.task_state import RunningState
 
 TOKENS = 30
 
@@ -38,14 +48,15 @@ def order_of(cell: CoreCell, number: int = 1, pages: int = 20) -> PreCopyOrder:
     return PreCopyOrder(number, tuple(Grant(ranks, pages) for ranks in sorted(olds)))
 
 
-def copy_early(cell: CoreCell, layout: str) -> None:
+def copy_early(cell: CoreCell, layout: str, number: int = 1) -> None:
     """Let all ranks copy in a round, and serve on."""
-    cell.retarget(layout)
-    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell))
+    if number == 1:
+        cell.retarget(layout)
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, number))
 
     def is_over() -> bool:
         found = [each.reports[-1].precopy for each in cell.ranks]
-        return all(each is not None and each.round == 1 for each in found)
+        return all(each is not None and each.round == number for each in found)
 
     cell.ask(wanted, ends=is_over)
 
@@ -157,3 +168,93 @@ def test_leaders_set_nothing_aside_without_a_grant() -> None:
     assert not any(scheduler_of(each).aside for each in cell.ranks)
     finish_move(cell)
     check_streams(cell)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tasks whose requests were built to continue them, in order."""
+    names: list[str] = []
+    build = FakeIntake.continued_request
+
+    def noted(self: FakeIntake, payload: bytes, state: RunningState) -> FakeRequest:
+        names.append(state.task)
+        return build(self, payload, state)
+
+    monkeypatch.setattr(FakeIntake, "continued_request", noted)
+    return names
+
+
+@pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
+def test_new_leaders_build_their_requests_before_the_switch(
+    old: str, groups: int, new: str, built: list[str]
+) -> None:
+    cell = busy(old, groups)
+    copy_early(cell, new)
+    assert sorted(built) == sorted(cell.prompts)
+    cell.turn(3)
+    finish_move(cell)
+    assert sorted(built) == sorted(cell.prompts), "nothing is built again"
+    check_streams(cell)
+
+
+def test_any_leader_may_get_a_task_without_a_full_block(built: list[str]) -> None:
+    cell = CoreCell("tp2")
+    for name in ("short-0", "short-1"):
+        cell.place_task(name, 0, range(10), TOKENS)
+    cell.turn(4)
+    copy_early(cell, "dp2")
+    assert sorted(built) == ["short-0", "short-0", "short-1", "short-1"]
+    cell.turn(2)
+    finish_move(cell)
+    assert len(built) == 4
+    assert [len(each.runtime.book) for each in cell.ranks] == [1, 1]
+    check_streams(cell)
+
+
+def test_a_task_of_a_new_attempt_is_built_again(built: list[str]) -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    leader, tokens = cell.ranks[1], tuple(cell.streams["task-1"])
+    leader.runtime.give_back(TaskId("task-1"))
+    leader.runtime.returned.clear()
+    binding, prompt = leader.participant.binding, cell.prompts["task-1"]
+    assert binding is not None
+    given, payload = header("task-1", max_tokens=TOKENS), fake_payload("task-1", prompt, TOKENS)
+    leader.hear(Place(given, 2, binding, payload, generated_tokens=tokens))
+    cell.turn(3)
+    finish_move(cell)
+    assert sorted(built) == ["task-0", "task-1", "task-1"]
+    check_streams(cell)
+
+
+def test_payloads_are_published_once_before_the_switch() -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    first = [payloads_of(each) for each in cell.ranks]
+    assert all(payload for some in first for payload in some)
+    copy_early(cell, "tp2", 2)
+    assert [payloads_of(each) for each in cell.ranks] == [[b""], [b""]]
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    assert [payloads_of(each) for each in cell.ranks] == first, "a rank may have missed a round"
+
+
+def payloads_of(rank: CoreRank) -> list[bytes]:
+    """The payloads in what a rank has published last."""
+    manifest = pickle.loads(rank.engine.mailboxes[rank.core._rank].message)
+    return [each.payload for each in manifest.cargo]
+
+
+def test_another_plan_forgets_what_was_built(built: list[str]) -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    leader, scheduler = cell.ranks[1], scheduler_of(cell.ranks[1])
+    message = cell.wanted(Phase.PARK, Carry.PAUSE)
+    for each in cell.ranks:
+        each.hear(message)
+    cell.turn(3)
+    requests = cell.ranks[0].runtime.migration.precopy.requests
+    (state,), _ = scheduler.movable(0)
+    led = leader.runtime.book.get(TaskId("task-1"))
+    assert led is not None and "task-1" in built
+    now = TaskSnapshot(led.header, led.attempt, led.emitted, led.payload, state)
+    assert requests.take(1, now) is None

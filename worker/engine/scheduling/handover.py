@@ -111,8 +111,9 @@ def can_move(request: Request) -> bool:
 
 
 def restore(request: Request, state: RunningState, hasher: Any) -> None:
-    """Bring a fresh request, built without a hasher, to `state`."""
-    request.append_output_token_ids(state.tokens())
+    """Bring a request to `state`; it is fresh, or was restored to an older one."""
+    request._block_hasher = None  # The state has the hashes.
+    request.append_output_token_ids(state.tokens()[request.num_output_tokens :])
     request.num_computed_tokens = state.computed
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:

@@ -170,9 +170,7 @@ def manifest_of(
         states, found = mode.scheduler.movable(0 if is_serving else CACHED_BYTES_MAX // page_bytes)
         led = [(runtime.book.get(TaskId(state.task)), state) for state in states]
         cargo = tuple(
-            TaskSnapshot(
-                each.header, each.attempt, each.emitted, b"" if is_serving else each.payload, state
-            )
+            TaskSnapshot(each.header, each.attempt, each.emitted, each.payload, state)
             for each, state in led
             if each is not None
         )

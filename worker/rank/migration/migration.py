@@ -254,10 +254,13 @@ class Migration:
                 chain = move.chains[carried.id].prefix_in(move.blocks(carried), tokens)
                 pending.chains.append(chain)
                 continue
-            _, cargo = move.cargo[carried.id]
-            request = self._runtime.engine.intake.continued_request(cargo.payload, cargo.state)
-            blocks, known = move.blocks(carried), request.token_ids()
-            pending.incoming.append(IncomingTask(cargo, request, blocks, known))
+            leader, cargo = move.cargo[carried.id]
+            known = self.precopy.requests.take(leader, cargo)
+            if known is None:
+                intake = self._runtime.engine.intake
+                request = intake.continued_request(cargo.payload, cargo.state)
+                known = request, request.token_ids()
+            pending.incoming.append(IncomingTask(cargo, known[0], move.blocks(carried), known[1]))
             self.look()
 
     def _go_on(self, pending: PreparedMigration) -> None:

@@ -2,7 +2,8 @@
 
 Full blocks never change, so what is copied stays true until the task loses its blocks. In each
 round that the coordinator orders, a rank publishes what its group runs, waits for its peers, and
-pulls what it will need into pages that its leader has set aside. The migration that follows plans
+pulls what it will need into pages that its leader has set aside. A rank that will lead also builds
+the requests of its tasks. The migration that follows plans
 from what each rank holds by then, so an unfinished or lost round costs nothing but time. Used by
 the rank's main loop alone, at safe points.
 """
@@ -27,7 +28,8 @@ from kvadaptor.transfer.rounds import MoveError, by_source
 from worker.io.step_queue import SetAside
 from worker.rank.migration.copy_thread import CopyThread
 from worker.rank.migration.early_copy import EarlyCopy
-from worker.rank.migration.early_plan import plan_early_copies
+from worker.rank.migration.early_plan import EarlyShare, plan_early_copies
+from worker.rank.migration.early_requests import EarlyRequests, without_payloads
 from worker.rank.migration.manifest import Ints, manifest_of
 from worker.rank.migration.plan_ahead import MigrationPlanner
 from worker.rank.runtime_protocol import Runtime
@@ -39,6 +41,12 @@ STEP_BYTES = 512 << 10
 
 BESIDE_BYTES = 32 << 20
 """KV copied at a time where copies run beside steps: less than 0.2 ms over NVLink."""
+
+STEP_REQUESTS = 2
+"""Requests built between two steps, likewise: about 0.2 ms each."""
+
+BESIDE_REQUESTS = 16
+"""Requests built at a time while steps run on a device."""
 
 ORDER_LIMIT_S = 5.0
 """A rank whose orders end for this long gives pages back: its coordinator may be gone."""
@@ -90,6 +98,10 @@ class PreCopy:
         self._next = self._copied = 0
         """Blocks of the plan whose copies have begun, and that are copied."""
         self._held: list[EarlyCopy] = []
+        self._sent: set[tuple[str, int]] = set()
+        """The (task, attempt) whose payloads this leader has published for this switch."""
+        self.requests = EarlyRequests(runtime.engine)
+        """The requests of tasks that this rank will lead."""
 
     @property
     def epoch(self) -> int:
@@ -131,6 +143,9 @@ class PreCopy:
             self._publish(binding)
         elif self._plan is None:
             self._find_plan(directive)
+        elif not self.requests.is_complete:
+            is_beside = not self._runtime.engine.is_synchronous
+            self.requests.build(BESIDE_REQUESTS if is_beside else STEP_REQUESTS)
         elif self._copy_next():
             self._finish_round()
         return self._is_done
@@ -167,10 +182,12 @@ class PreCopy:
         )
         self._is_published = True
         try:
-            message = pickle.dumps(manifest, protocol=5)
+            message = pickle.dumps(without_payloads(manifest, self._sent), protocol=5)
             self._mailboxes[self._rank].publish(_key(self._order), message)
         except MailboxFullError as error:
             log.warning("precopy_too_large", reason=str(error), advice="more moves at the switch")
+        else:
+            self._sent |= {(each.state.task, each.attempt) for each in manifest.cargo}
 
     def hear(self, message: SetAside) -> None:
         """Take in what the leader of this group has set aside, or gives back to its tasks."""
@@ -204,8 +221,10 @@ class PreCopy:
         except ReshardError as error:
             log.warning("precopy_not_planned", epoch=epoch, reason=str(error))
             found = None
+        found = found or EarlyShare(_nothing(self._rank), {}, ())
         self._next = self._copied = 0
-        self._plan, self._planned = found or (_nothing(self._rank), {})
+        self._plan, self._planned = found.copies, found.held
+        self.requests.expect(found.led)
 
     def _spare(self) -> Ints:
         """Return the pages of this rank that no task of any group gets."""
@@ -306,9 +325,11 @@ class PreCopy:
         self._order, self.progress = (0, 0), None
 
     def forget(self) -> None:
-        """Forget all copies, as their pages may go to others."""
+        """Forget all copies, as their pages may go to others, and all requests."""
         self._stop()
         self._held.clear()
+        self._sent.clear()
+        self.requests.forget()
 
     def _stop(self) -> None:
         """Wait for copies under way, and begin no more in this round."""
