@@ -278,7 +278,7 @@ def plan_move(
         for lease in plan.groups
     )
     spoils_from = _spoils_from(plan, given)
-    written = _written(plan.finest, groups, manifests)
+    written = written_units(plan.finest, groups, manifests)
     bindings, cargo, chains = found.bindings, found.cargo, found.chains
     return MigrationPlan(
         ranks, bindings, plan, indices, cargo, chains, groups, spoils_from, written
@@ -294,12 +294,9 @@ def component_of(
     is_serving: bool = False,
 ) -> Component:
     """Return the component of a rank, from manifests of groups that were left or are serving."""
-    whole = _whole_groups(manifests)
-    newest = _newest_attempts(manifests[group[0]] for group in whole)
-    bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
-    ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
-    mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
-    groups = tuple(group for group in whole if set(group) <= set(ranks))
+    whole = whole_groups(manifests)
+    newest = newest_attempts(manifests[group[0]] for group in whole)
+    ranks, mine, groups = groups_around(rank, manifests, target)
     if not mine:
         return Component(ranks, (), groups, {}, {}, None)
     alone = sorted(set(ranks).difference(*groups))
@@ -333,7 +330,18 @@ def component_of(
     return Component(ranks, mine, groups, cargo, chains, given)
 
 
-def _written(
+def groups_around(
+    rank: int, manifests: Mapping[int, Manifest], target: Target
+) -> tuple[Ranks, tuple[Binding, ...], tuple[Ranks, ...]]:
+    """Return the ranks of a rank's component, their new groups, and their old ones."""
+    whole = whole_groups(manifests)
+    bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
+    ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
+    mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
+    return ranks, mine, tuple(group for group in whole if set(group) <= set(ranks))
+
+
+def written_units(
     finest: Split, groups: Iterable[Ranks], manifests: Mapping[int, Manifest]
 ) -> dict[int, Bools]:
     """See `MigrationPlan`."""
@@ -369,7 +377,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
     return min(rounds, default=None)
 
 
-def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
+def whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
     """Return the groups whose members all left the same formation."""
     groups = {each.ranks for each in manifests.values() if each.ranks}
     return sorted(
@@ -384,7 +392,7 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
     )
 
 
-def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
+def newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
     """Return each task's newest attempt: a rank ejected unaware may list an older one."""
     newest: dict[str, int] = {}
     for each in (cargo for leader in leaders for cargo in leader.cargo):
