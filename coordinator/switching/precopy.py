@@ -14,7 +14,7 @@ from coordinator.protocol.terms import Target
 from coordinator.ranks.roster import Roster, blocks_per_page
 
 ROUNDS_MAX = 4
-"""Rounds of a switch, at most."""
+"""Rounds of a switch in which ranks copy, at most."""
 
 BYTES_MAX = 256 << 30
 """KV bytes pulled for a switch before the groups are left: no round begins after that."""
@@ -23,7 +23,7 @@ LIMIT_MS = 2_000
 """How long groups serve on for early copies, at most."""
 
 REST_BYTES = 8 << 20
-"""A round that pulled no more is the last: less than 1 ms over PCIe is left for the switch."""
+"""A round that pulled no more is the last that copies: less than 1 ms over PCIe is left."""
 
 FREE_SHARE = 2
 """A round sets aside at most 1/2 of a group's free pages: its tasks grow."""
@@ -38,6 +38,7 @@ class PreCopy:
     __slots__ = (
         "_began_ms",
         "_bytes_before",
+        "_copying",
         "_done",
         "_epoch",
         "_granted",
@@ -55,6 +56,8 @@ class PreCopy:
         self._began_ms = 0
         self._bytes_before = 0
         """The bytes of the rounds before this one."""
+        self._copying = 0
+        """The newest round in which ranks copy."""
         self._granted: dict[Group, int] = {}
         """The old groups, and the pages granted to each."""
         self._done: dict[Rank, tuple[int, int]] = {}
@@ -94,15 +97,20 @@ class PreCopy:
         is_late = now_ms - self._began_ms >= LIMIT_MS
         if not is_late and not self._hear(order.round):
             return False
-        if is_late or order.round == ROUNDS_MAX or not self._is_worth_more():
+        if is_late or order.drafts:
             self.order = None
         else:
-            self._begin(order.round + 1)
+            is_last = order.round == ROUNDS_MAX or not self._is_worth_more()
+            self._begin(order.round + 1, drafts=is_last)
         return True
 
     @property
     def rounds(self) -> int:
-        """The rounds that all ranks have finished."""
+        """The rounds that all ranks have finished, without the one that drafts."""
+        return min(self._finished, self._copying)
+
+    @property
+    def _finished(self) -> int:
         return min((number for number, _ in self._done.values()), default=0)
 
     @property
@@ -122,14 +130,19 @@ class PreCopy:
             rank: max(before[rank], _progress(report, self._epoch))
             for rank, report in reports.items()
         }
-        return self.rounds >= number
+        return self._finished >= number
 
     def _is_worth_more(self) -> bool:
         last_round = self.bytes - self._bytes_before
         return last_round > REST_BYTES and self.bytes < BYTES_MAX
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, *, drafts: bool = False) -> None:
         self._bytes_before = self.bytes
+        if drafts:
+            given = self.order.grants if self.order is not None else ()
+            self.order = PreCopyOrder(number, given, drafts=True)
+            return
+        self._copying = number
         self._granted = {
             group: min(self._needed(group), granted + self._free(group) // FREE_SHARE)
             for group, granted in self._granted.items()

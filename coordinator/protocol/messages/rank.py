@@ -218,10 +218,12 @@ class PreCopyOrder(msgspec.Struct, frozen=True):
     """Copy full blocks of running tasks to where the target wants them, while groups serve.
 
     In this round the leader of each old group may keep the granted pages of its lease from tasks.
+    In the last round, which `drafts`, ranks copy nothing: they draft the plan of the switch.
     """
 
     round: int
     grants: tuple[Grant, ...]
+    drafts: bool = False
 
 
 class Directive(Message, frozen=True):

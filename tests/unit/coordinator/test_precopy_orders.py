@@ -65,6 +65,11 @@ class Serving(Ranks):
         order = self.order()
         return order.round if order is not None else 0
 
+    def drafts(self) -> int:
+        """Return the round in which rank 2 is asked to draft a plan; 0 is none."""
+        order = self.order()
+        return order.round if order is not None and order.drafts else 0
+
 
 def test_groups_that_change_copy_while_they_serve() -> None:
     ranks = Serving()
@@ -76,7 +81,7 @@ def test_groups_that_change_copy_while_they_serve() -> None:
     assert [(each.ranks, each.pages) for each in order.grants] == [((2,), 3), ((3,), 3)]
 
 
-def test_a_round_that_brought_little_is_the_last() -> None:
+def test_a_round_that_brought_little_is_the_last_that_copies() -> None:
     ranks = Serving()
     ranks.switch()
     ranks.report({2: (1, MUCH), 3: (0, 0)})
@@ -84,6 +89,8 @@ def test_a_round_that_brought_little_is_the_last() -> None:
     ranks.report({2: (1, MUCH), 3: (1, 5)})
     assert ranks.round() == 2
     ranks.report({2: (2, MUCH + 7), 3: (2, 9)})
+    assert ranks.drafts() == 3
+    ranks.report({2: (3, MUCH + 7), 3: (3, 9)})
     assert not ranks.round()
     assert ranks.switcher.stage.phase is Phase.PARK
     (record,) = [each for each in ranks.switcher.log.last(9) if each.epoch == ranks.switcher.epoch]
@@ -94,9 +101,24 @@ def test_rounds_are_bounded() -> None:
     ranks = Serving()
     ranks.switch()
     for number in range(1, ROUNDS_MAX + 1):
-        assert ranks.round() == number
+        assert (ranks.round(), ranks.drafts()) == (number, 0)
         ranks.report({2: (number, number * MUCH), 3: (number, 0)})
-    assert not ranks.round()
+    assert ranks.drafts() == ROUNDS_MAX + 1
+
+
+def test_the_switch_waits_for_all_drafts() -> None:
+    ranks = Serving()
+    ranks.switch()
+    first = ranks.order()
+    ranks.report({2: (1, 0), 3: (1, 0)})
+    last = ranks.order()
+    assert first is not None and last is not None
+    assert last.drafts and last.grants == first.grants, "no more pages are set aside"
+    ranks.report({2: (2, 0), 3: (1, 0)})
+    assert ranks.drafts() == 2, "rank 3 still drafts"
+    ranks.now_ms += LIMIT_MS
+    ranks.report({2: (2, 0), 3: (1, 0)})
+    assert not ranks.round(), "it took too long"
 
 
 def test_their_time_is_bounded() -> None:

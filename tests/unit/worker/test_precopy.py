@@ -3,6 +3,7 @@
 import gc
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from tests.harness.worker.fake_scheduler import (
     fake_payload,
     token_at,
 )
-from worker.rank.migration.manifest import TaskSnapshot
+from worker.rank.migration import plan_ahead
+from worker.rank.migration.manifest import MigrationPlan, TaskSnapshot, plan_move
 from worker.rank.task_state import RunningState
 
 TOKENS = 30
@@ -39,20 +41,23 @@ def busy(layout: str, groups: int) -> CoreCell:
     return cell
 
 
-def order_of(cell: CoreCell, number: int = 1, pages: int = 20) -> PreCopyOrder:
+def order_of(
+    cell: CoreCell, number: int = 1, pages: int = 20, *, drafts: bool = False
+) -> PreCopyOrder:
     olds = {
         each.participant.binding.group.ranks
         for each in cell.ranks
         if each.participant.binding is not None
     }
-    return PreCopyOrder(number, tuple(Grant(ranks, pages) for ranks in sorted(olds)))
+    return PreCopyOrder(number, tuple(Grant(ranks, pages) for ranks in sorted(olds)), drafts)
 
 
-def copy_early(cell: CoreCell, layout: str, number: int = 1) -> None:
+def copy_early(cell: CoreCell, layout: str, number: int = 1, *, drafts: bool = False) -> None:
     """Let all ranks copy in a round, and serve on."""
     if number == 1:
         cell.retarget(layout)
-    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, number))
+    order = order_of(cell, number, drafts=drafts)
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order)
 
     def is_over() -> bool:
         found = [each.reports[-1].precopy for each in cell.ranks]
@@ -258,3 +263,57 @@ def test_another_plan_forgets_what_was_built(built: list[str]) -> None:
     assert led is not None and "task-1" in built
     now = TaskSnapshot(led.header, led.attempt, led.emitted, led.payload, state)
     assert requests.take(1, now) is None
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each plan that a rank made anew after its group was left."""
+    made: list[bool] = []
+
+    def noted(*given: Any) -> MigrationPlan:
+        made.append(True)
+        return plan_move(*given)
+
+    monkeypatch.setattr(plan_ahead, "plan_move", noted)
+    return made
+
+
+@pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
+def test_the_plan_of_the_switch_is_drafted_while_groups_serve(
+    old: str, groups: int, new: str, plans: list[bool]
+) -> None:
+    cell = busy(old, groups)
+    copy_early(cell, new)
+    copy_early(cell, new, 2, drafts=True)
+    assert len(plans) == 2
+    cell.turn(3)
+    finish_move(cell)
+    assert len(plans) == 2, "the drafts hold"
+    check_streams(cell)
+
+
+def test_a_task_that_has_ended_since_is_not_in_the_plan(plans: list[bool]) -> None:
+    cell = CoreCell("dp2")
+    cell.place_task("short", 0, range(40), 12)
+    cell.place_task("long", 1, range(50, 90), TOKENS)
+    cell.turn(3)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    assert len(cell.streams["short"]) < 12
+    cell.turn(8)
+    assert len(cell.streams.pop("short")) == 12
+    cell.prompts.pop("short")
+    finish_move(cell)
+    assert len(plans) == 2
+    check_streams(cell)
+
+
+@pytest.mark.parametrize("turns", [2, 17])
+def test_a_plan_is_made_anew_if_a_task_has_another_block(turns: int, plans: list[bool]) -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    cell.turn(turns)
+    finish_move(cell)
+    assert len(plans) == (2 if turns == 2 else 4)
+    check_streams(cell)

@@ -72,7 +72,8 @@ class Manifest:
     this rank (wide groups; int32). `indices` are the lease indices in use, by group. `num_pages`
     counts all pages of the rank, page 0 included: ranks may have different numbers. Only the leader
     fills the rest. `written` are the logical blocks that the in-flight step writes, of
-    running and of ended tasks. Every rank fills `early` and `stages`, the group's pipeline stages.
+    running and of ended tasks. Every rank fills `early`, `stages`, the group's pipeline stages, and
+    `draft`: the round in which it has drafted the plan, 0 if it has not.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class Manifest:
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     early: tuple[EarlyCopy, ...] = ()
     stages: int = 1
+    draft: int = 0
 
     def __reduce__(self) -> Any:
         """Pack the blocks of all tasks into one array: 200 small ones cost 2 ms at each end."""
@@ -96,7 +98,7 @@ class Manifest:
         sizes = [each.size for each in blocks]
         own = self.free, self.indices, self.num_pages
         rest = self.rank, self.ranks, self.formation, self.pages, self.slots, *own
-        more = self.chains, self.written, self.early, self.stages
+        more = self.chains, self.written, self.early, self.stages, self.draft
         return _unpacked, (rest, bare, joined(blocks), sizes, *more)
 
 
@@ -126,13 +128,14 @@ def _unpacked(
     written: Ints,
     early: tuple[EarlyCopy, ...],
     stages: int,
+    draft: int,
 ) -> Manifest:
     """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
         TaskSnapshot(*fields, RunningState(*head, own, *tail))
         for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
-    return Manifest(*rest, cargo, chains, written, early, stages)
+    return Manifest(*rest, cargo, chains, written, early, stages, draft)
 
 
 def nothing_of(manifest: Manifest) -> Manifest:
@@ -148,6 +151,7 @@ def manifest_of(
     formation: int,
     early: tuple[EarlyCopy, ...] = (),
     *,
+    draft: int = 0,
     is_serving: bool = False,
 ) -> Manifest:
     """Return the manifest of this rank and of the group that it has left, if any.
@@ -178,7 +182,8 @@ def manifest_of(
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
     more = np.sort(pages), slots, free, indices, num_pages
-    return Manifest(rank, ranks, formation, *more, cargo, chains, written, early, group.stages)
+    of_leader = cargo, chains, written, early
+    return Manifest(rank, ranks, formation, *more, *of_leader, group.stages, draft)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

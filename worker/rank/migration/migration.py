@@ -141,7 +141,10 @@ class Migration:
         # A peer that has read the new manifest may copy from and to these pages.
         self._rounds.end()
         early = self.precopy.held(epoch)
-        manifest = manifest_of(self._runtime, self._rank, self._group, self._formation, early)
+        draft = self.planning.draft_of(epoch)
+        manifest = manifest_of(
+            self._runtime, self._rank, self._group, self._formation, early, draft=draft
+        )
         try:
             self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except MailboxFullError:

@@ -17,6 +17,7 @@ from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
 from kvadaptor.transfer.mailbox import RankMailbox
 from worker.rank.engine import Engine
+from worker.rank.migration.draft_plan import DraftPlan
 from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
 
 log = structlog.get_logger()
@@ -40,6 +41,27 @@ class MigrationPlanner:
         self._mailboxes = mailboxes
         self._rank = rank
         self._ahead: _PlannedAhead | None = None
+        self._draft: DraftPlan | None = None
+
+    def draft(
+        self, epoch: int, number: int, manifests: Mapping[int, Manifest], target: Target
+    ) -> None:
+        """Draft the plan of an epoch from the manifests of a round, in which groups serve.
+
+        Raises as `plan` does.
+        """
+        geometry = self._engine.kv.geometry
+        move = plan_move(self._rank, manifests, target, geometry)
+        self._draft = DraftPlan(self._rank, epoch, number, target, manifests, move)
+
+    def draft_of(self, epoch: int) -> int:
+        """Return the round in which the plan for this epoch was drafted; 0: it was not."""
+        draft = self._draft
+        return draft.round if draft is not None and draft.epoch == epoch else 0
+
+    def forget_draft(self) -> None:
+        """Plan the next migration without the draft."""
+        self._draft = None
 
     def plan_ahead(self, wanted: Directive | None) -> bool:
         """Plan the expected migration once all ranks of its target have published their manifests.
@@ -94,6 +116,11 @@ class MigrationPlanner:
             rank: pickle.loads(self._mailboxes[rank].message)  # noqa: S301 -- our own ranks' memory
             for rank in ranks
         }
+        draft = self._draft
+        if draft is not None and draft.target == target:
+            finished = draft.finished(manifests)
+            if finished is not None:
+                return finished
         return plan_move(self._rank, manifests, target, self._engine.kv.geometry)
 
 

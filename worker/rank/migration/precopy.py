@@ -30,7 +30,7 @@ from worker.rank.migration.copy_thread import CopyThread
 from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_plan import EarlyShare, plan_early_copies
 from worker.rank.migration.early_requests import EarlyRequests, without_payloads
-from worker.rank.migration.manifest import Ints, manifest_of
+from worker.rank.migration.manifest import Ints, Manifest, manifest_of
 from worker.rank.migration.plan_ahead import MigrationPlanner
 from worker.rank.runtime_protocol import Runtime
 
@@ -140,7 +140,9 @@ class PreCopy:
             return False
         # One thing between two steps, so that none of them waits for all.
         if not self._is_published:
-            self._publish(binding)
+            self._publish(binding, drafts=order.drafts)
+        elif order.drafts:
+            self._find_draft(directive)
         elif self._plan is None:
             self._find_plan(directive)
         elif not self.requests.is_complete:
@@ -164,7 +166,7 @@ class PreCopy:
             self._aside = *number, indices
             self._is_settled = lambda: True
 
-    def _publish(self, binding: Binding) -> None:
+    def _publish(self, binding: Binding, *, drafts: bool) -> None:
         """Publish what the group runs.
 
         A follower does so when it has computed all that its leader had when it set pages aside: its
@@ -178,7 +180,7 @@ class PreCopy:
             binding.group,
             binding.formation,
             self.held(self.epoch),
-            is_serving=True,
+            is_serving=not drafts,
         )
         self._is_published = True
         try:
@@ -199,8 +201,11 @@ class PreCopy:
             self._aside = message.epoch, message.round, indices
             self._is_settled = self._runtime.engine.done()
 
-    def _find_plan(self, directive: Directive) -> None:
-        """Plan this round, if all ranks that change their group have published."""
+    def _read_all(self, directive: Directive) -> dict[int, Manifest] | None:
+        """Return what all ranks that change their group have published in this round.
+
+        None: some have not.
+        """
         target, epoch = directive.target, directive.stage.epoch
         changed = [each.group.ranks for each in target.bindings if each.formation == epoch]
         ranks = self._planner.peers(directive, [rank for ranks in changed for rank in ranks])
@@ -210,10 +215,29 @@ class PreCopy:
             is_there = mailbox.epoch == key
             messages[rank] = mailbox.message if is_there else b""
             if not is_there or mailbox.epoch != key:
-                return  # Not there yet, or replaced while it was read.
-        engine = self._runtime.engine
+                return None  # Not there yet, or replaced while it was read.
+        return {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
+
+    def _find_draft(self, directive: Directive) -> None:
+        """Draft the plan of the switch, if all ranks that change their group have published."""
+        manifests = self._read_all(directive)
+        if manifests is None:
+            return
         try:
-            manifests = {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
+            if self._rank in manifests:
+                self._planner.draft(*self._order, manifests, directive.target)
+        except Exception:
+            # The migration itself will fail likewise and report it.
+            log.warning("precopy_not_drafted", epoch=self.epoch, exc_info=True)
+        self._finish_round()
+
+    def _find_plan(self, directive: Directive) -> None:
+        """Plan this round, if all ranks that change their group have published."""
+        target, epoch = directive.target, directive.stage.epoch
+        manifests, engine = self._read_all(directive), self._runtime.engine
+        if manifests is None:
+            return
+        try:
             found = None
             if self._rank in manifests and engine.mover.is_one_sided:
                 geometry, spare = engine.kv.geometry, self._spare()
@@ -325,11 +349,12 @@ class PreCopy:
         self._order, self.progress = (0, 0), None
 
     def forget(self) -> None:
-        """Forget all copies, as their pages may go to others, and all requests."""
+        """Forget all copies, as their pages may go to others, all requests and the draft."""
         self._stop()
         self._held.clear()
         self._sent.clear()
         self.requests.forget()
+        self._planner.forget_draft()
 
     def _stop(self) -> None:
         """Wait for copies under way, and begin no more in this round."""
