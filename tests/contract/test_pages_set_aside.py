@@ -50,3 +50,37 @@ def test_a_task_says_how_often_it_lost_its_blocks(bench: EngineBench, width: int
         if bench.scheduler.idle:
             break
     assert found > 0
+
+
+def test_tasks_get_blocks_in_advance(bench: EngineBench, width: int) -> None:
+    bench.begin(width, 8)
+    wanted = bench.alone(PROMPT, 60)
+    bench.add("a", PROMPT, 60)
+    tokens = bench.step()["a"]
+    scheduler = bench.scheduler
+    [state], _ = scheduler.movable(0)
+    assert state.blocks.size == 2
+    scheduler.look_ahead(BLOCK)
+    tokens += bench.step()["a"]
+    scheduler.look_ahead(0)
+    [state], _ = scheduler.movable(0)
+    assert state.blocks.size == 3
+    for _ in range(3 * BLOCK - len(PROMPT) - 2):
+        tokens += bench.step()["a"]
+        [now], _ = scheduler.movable(0)
+        assert now.blocks.tolist() == state.blocks.tolist(), "it needs no other ones"
+    assert tokens + bench.run()["a"] == wanted
+
+
+def test_they_get_none_in_advance_where_few_are_free(bench: EngineBench, width: int) -> None:
+    bench.begin(width, 4 // width)
+    bench.add("a", PROMPT, 9)
+    bench.step()
+    bench.scheduler.look_ahead(BLOCK + 1)
+    bench.step()
+    [state], _ = bench.scheduler.movable(0)
+    assert state.blocks.size == 2
+    bench.scheduler.look_ahead(BLOCK)
+    bench.park()
+    bench.begin(width, 8)
+    assert len(bench.run()["a"]) == 7

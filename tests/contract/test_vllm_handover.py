@@ -15,6 +15,7 @@ from tests.harness.vllm.mode_schedulers import (
     BUDGET,
     PROMPT,
     WIDTH,
+    finish,
     fresh,
     ids,
     restored,
@@ -67,6 +68,27 @@ def test_a_request_that_was_built_early_catches_up(
     for _ in range(25):
         assert step(new) == step(old) == {"a": 1}
     assert new.requests["a"].block_hashes == old.requests["a"].block_hashes
+
+
+def test_a_task_goes_on_in_blocks_that_it_had_in_advance(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.look_ahead(BLOCK)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    assert step(old) == {"a": 80}
+    old.look_ahead(0)
+    state = told(old)["a"]
+    assert (state.computed, state.blocks.size) == (80, 4)
+    blocks = np.array([13, 9, 10, 11])
+    new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    plan = new.plan_step(lambda: None)
+    assert plan.output.scheduled_new_reqs[0].block_ids == ([13, 9, 10, 11],)
+    assert finish(new, plan) == {"a": 1}
+    for _ in range(4 * BLOCK - 80 - 2):
+        assert step(new) == {"a": 1}
+    assert ids(new, "a") == blocks.tolist()
+    hashed = [new.kv_cache_manager.block_pool.blocks[number].block_hash for number in blocks]
+    assert [each is not None for each in hashed] == [True, True, True, False]
 
 
 def test_a_prompt_goes_on_where_a_chunk_ended(base: VllmConfig, hasher: Any) -> None:

@@ -123,9 +123,9 @@ BUGS: dict[str, tuple[Patch, ...]] = {
     "a request stays as it was built": ((EarlyRequests, "take", _stays_as_built),),
 }
 FOUND_BY = {
-    "copies count whatever becomes of the task": 128,
-    "pages are not kept from tasks": 2,
-    "a draft holds for any blocks": 8,
+    "copies count whatever becomes of the task": 8,
+    "pages are not kept from tasks": 3,
+    "a draft holds for any blocks": 15,
     "a request stays as it was built": 8,
 }
 """Seeds that are tried first."""

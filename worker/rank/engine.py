@@ -174,6 +174,12 @@ class EngineScheduler(Protocol):
     def give_back(self) -> None:
         """Let tasks have all that is set aside."""
 
+    def look_ahead(self, tokens: int) -> None:
+        """In steps from now on give each task blocks for this many tokens more, if many are free.
+
+        0 ends that, and so does the next `grant`.
+        """
+
     # -- tasks
 
     def add_task(self, request: Any, generated: list[int]) -> None:

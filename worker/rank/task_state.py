@@ -24,7 +24,7 @@ _decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningState:
-    """A running task; `blocks` (m,) hold its KV, or will after the in-flight step.
+    """A running task; `blocks` (m,) hold its KV, or will after the in-flight step or later ones.
 
     `computed` tokens have KV after that step, `settled` of them have it now. `generated` are the
     `count` tokens as of now, encoded, because that is by far the quickest form to transfer.

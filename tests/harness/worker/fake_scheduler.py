@@ -166,6 +166,8 @@ class FakeScheduler:
         self._bundles: list[set[int]] = []
         self.aside: set[int] = set()
         """Lease indices that no task gets."""
+        self._lookahead = 0
+        """Tokens for which tasks get blocks in advance."""
         self._planned = self._over = 0
         """Numbers of the last step that was planned, and of the last one that is over."""
 
@@ -222,6 +224,7 @@ class FakeScheduler:
         assert 0 not in granted, "the null page cannot be granted."
         assert self._used() <= granted, "a task holds a block that is not granted."
         self.aside.clear()
+        self.look_ahead(0)
         self._set(granted)
 
     def withdraw(self) -> LeaseIndices:
@@ -242,6 +245,10 @@ class FakeScheduler:
         blocks = self._blocks(self.aside)
         self.aside.clear()
         self._set(self._granted | blocks)
+
+    def look_ahead(self, tokens: int) -> None:
+        more = len(self.requests) * -(-tokens // self.tokens_per_block)
+        self._lookahead = tokens if 2 * more <= len(self._free) else 0
 
     def holders_of(self, indices: LeaseIndices) -> list[str]:
         blocks = self._blocks(indices)
@@ -300,7 +307,7 @@ class FakeScheduler:
     def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
         start = request.computed
         count = min(request.length - start, room)
-        while not self._take(request, start + count):
+        while not self._take(request, start + count + self._lookahead):
             if not preempts or not self._preempt(request):
                 return None
         request.computed += count
@@ -391,14 +398,13 @@ class FakeScheduler:
         return [self._state(each) for each in held if each.moves and each.computed], []
 
     def _state(self, request: FakeRequest) -> RunningState:
-        blocks = request.blocks[: -(-request.computed // self.tokens_per_block)]
         return RunningState(
             request.name,
             msgspec.msgpack.encode(request.tokens),
             len(request.tokens),
             request.computed,
             request.computed - request.in_flight,
-            np.array(blocks, dtype=np.int64),
+            np.array(request.blocks, dtype=np.int64),
             [],
             None,
             request.preemptions,

@@ -308,12 +308,42 @@ def test_a_task_that_has_ended_since_is_not_in_the_plan(plans: list[bool]) -> No
     check_streams(cell)
 
 
-@pytest.mark.parametrize("turns", [2, 17])
-def test_a_plan_is_made_anew_if_a_task_has_another_block(turns: int, plans: list[bool]) -> None:
+def test_a_draft_holds_while_tasks_fill_blocks_that_they_had_in_advance(plans: list[bool]) -> None:
+    """A block has 32 tokens, and its prompt 52: the second is full after 12 more."""
+    cell = CoreCell("dp2")
+    for group in range(2):
+        cell.place_task(f"task-{group}", group, range(50 * group, 50 * group + 52), TOKENS)
+    cell.turn(2)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    blocks = [scheduler_of(each).movable(0)[0][0].blocks.size for each in cell.ranks]
+    cell.turn(6)
+    assert blocks == [scheduler_of(each).movable(0)[0][0].blocks.size for each in cell.ranks]
+    finish_move(cell)
+    assert len(plans) == 2
+    check_streams(cell)
+
+
+def test_a_plan_is_made_anew_if_a_task_has_come(plans: list[bool]) -> None:
     cell = busy("dp2", 2)
     copy_early(cell, "tp2")
     copy_early(cell, "tp2", 2, drafts=True)
-    cell.turn(turns)
+    binding = cell.ranks[1].participant.binding
+    assert binding is not None
+    given, payload = header("new", max_tokens=TOKENS), fake_payload("new", (1, 2, 3), TOKENS)
+    cell.prompts["new"] = (1, 2, 3)
+    cell.ranks[1].hear(Place(given, 1, binding, payload))
+    cell.turn(2)
     finish_move(cell)
-    assert len(plans) == (2 if turns == 2 else 4)
+    assert len(plans) == 4
+    check_streams(cell)
+
+
+def test_a_draft_outlasts_its_switch_for_nobody(plans: list[bool]) -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    cell.retarget("tp2")
+    finish_move(cell)
+    assert len(plans) == 4
     check_streams(cell)

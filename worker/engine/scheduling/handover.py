@@ -87,7 +87,7 @@ def running_state(
         # vLLM counts loaded tokens as computed when it plans the step.
         first = next((n for n, block in enumerate(block_ids) if block in loading), settled)
         settled = min(settled, first * block_tokens)
-    blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
+    blocks = np.array(block_ids, dtype=np.int64)
     return RunningState(
         request.request_id,
         msgspec.msgpack.encode(request._output_token_ids),

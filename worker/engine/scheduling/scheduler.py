@@ -44,6 +44,9 @@ from worker.rank.task_state import CachedChain, RunningState
 REGISTERED_PER_STEP = 32
 """Maximum migrated tasks registered after one step: 1-2 ms for contexts of 1,000 tokens."""
 
+LOOKAHEAD_FREE = 2
+"""Tasks get blocks in advance only if this many times as many are free: none is preempted."""
+
 PROMPT_SHARE = 0.5
 """Part of the pace that prompts get at least, however many tasks decode."""
 
@@ -70,6 +73,8 @@ class ModeScheduler(Scheduler):
         # Blocks of a task that ends during its own step are freed only after that step.
         self.defer_block_free = True
         self._tokens_max: int = self.max_num_scheduled_tokens
+        self._lookahead: int = config.num_lookahead_tokens
+        """What vLLM itself wants: for speculative tokens, so usually 0."""
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
@@ -387,6 +392,7 @@ class ModeScheduler(Scheduler):
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
         """Bind: allow allocation from the pages of these lease indices."""
         self.tidy()
+        self.look_ahead(0)
         self.grants.grant(indices)
 
     def set_aside(self, pages: int) -> npt.NDArray[np.int64]:
@@ -396,6 +402,15 @@ class ModeScheduler(Scheduler):
     def give_back(self) -> None:
         """Let tasks have all that is set aside."""
         self.grants.give_back()
+
+    def look_ahead(self, tokens: int) -> None:
+        """Give each task of a step blocks for this many tokens more, if many blocks are free.
+
+        vLLM itself tells its runner of them, as it does where it expects speculative tokens.
+        """
+        more = len(self.requests) * -(-tokens // self.block_size)
+        is_ample = LOOKAHEAD_FREE * more <= self.grants.free
+        self.num_lookahead_tokens = self._lookahead + (tokens if is_ample else 0)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
         """Return tasks with a block in one of these lease indices; the mode is not bound."""

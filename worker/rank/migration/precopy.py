@@ -26,6 +26,7 @@ from kvadaptor.reshard.terms import ReshardError
 from kvadaptor.transfer.mailbox import MailboxFullError, RankMailbox
 from kvadaptor.transfer.rounds import MoveError, by_source
 from worker.io.step_queue import SetAside
+from worker.rank.engine import EngineScheduler
 from worker.rank.migration.copy_thread import CopyThread
 from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_plan import EarlyShare, plan_early_copies
@@ -47,6 +48,9 @@ STEP_REQUESTS = 2
 
 BESIDE_REQUESTS = 16
 """Requests built at a time while steps run on a device."""
+
+DRAFT_TOKENS = 16
+"""Tokens for which tasks get blocks before the plan is drafted: it holds for as many steps."""
 
 ORDER_LIMIT_S = 5.0
 """A rank whose orders end for this long gives pages back: its coordinator may be gone."""
@@ -165,6 +169,8 @@ class PreCopy:
             self._runtime.lead(SetAside(binding.formation, *number, (*indices.tolist(),)))
             self._aside = *number, indices
             self._is_settled = lambda: True
+            if order.drafts:
+                self._is_settled = self._looks_ahead(scheduler)
 
     def _publish(self, binding: Binding, *, drafts: bool) -> None:
         """Publish what the group runs.
@@ -174,6 +180,9 @@ class PreCopy:
         """
         if self._aside[:2] != self._order or not self._is_settled():
             return
+        scheduler = self._runtime.mode_of(binding.group).scheduler
+        if scheduler is not None:
+            scheduler.look_ahead(0)
         manifest = manifest_of(
             self._runtime,
             self._rank,
@@ -190,6 +199,12 @@ class PreCopy:
             log.warning("precopy_too_large", reason=str(error), advice="more moves at the switch")
         else:
             self._sent |= {(each.state.task, each.attempt) for each in manifest.cargo}
+
+    def _looks_ahead(self, scheduler: EngineScheduler) -> Callable[[], bool]:
+        """Let tasks get blocks in advance; return a query for whether they have got them."""
+        steps, count = self._runtime.steps, self._runtime.steps.count
+        scheduler.look_ahead(DRAFT_TOKENS)
+        return lambda: steps.count > count or not scheduler.get_request_counts()[0]
 
     def hear(self, message: SetAside) -> None:
         """Take in what the leader of this group has set aside, or gives back to its tasks."""
@@ -372,6 +387,8 @@ class PreCopy:
         scheduler = self._runtime.mode_of(binding.group).scheduler
         epoch, number, indices = self._aside
         self._aside = _NOTHING_ASIDE
+        if scheduler is not None:
+            scheduler.look_ahead(0)
         if scheduler is not None and indices.size:
             self._runtime.lead(SetAside(binding.formation, epoch, number, None))
             scheduler.give_back()
