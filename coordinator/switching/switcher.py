@@ -405,6 +405,7 @@ class Switcher:
 
     def _complete(self, phase: Phase) -> None:
         """Enter the phase after one that every rank acknowledged."""
+        self._precopy.stop()  # Groups whose formation was aborted leave although it goes on.
         peers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
         if phase is Phase.PARK and self.carry is Carry.RESHARD and self._moves.start(peers):
             self.stage = Stage(self.epoch, Phase.MOVE)

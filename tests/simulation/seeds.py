@@ -54,6 +54,7 @@ FOUND = (
     Found(1_000_887, NARROW, "a task needs pages that came free since the groups were formed"),
     Found(1_000_552, BORROW, "a watchdog ends one rank, and those that share its copy live on"),
     Found(1_000_755, PARTS, "a rank that has joined its next group is asked to move its share"),
+    Found(3_000_224, PRECOPY, "a group leaves an aborted formation while others copy early"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
     Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
 )

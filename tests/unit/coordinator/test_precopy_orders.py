@@ -152,6 +152,17 @@ def test_another_layout_ends_them() -> None:
     assert not ranks.round(), "a switch in progress goes on at once"
 
 
+def test_ranks_that_have_left_their_groups_copy_no_more() -> None:
+    """A group leaves although copies go on, if its formation was aborted."""
+    ranks = Serving()
+    ranks.switch()
+    assert ranks.round()
+    ranks.acknowledge()
+    assert ranks.switcher.stage.phase > Phase.PARK
+    ranks.switcher.integrity()
+    assert not ranks.round()
+
+
 def test_a_lost_rank_ends_them() -> None:
     ranks = Serving()
     ranks.switch()
