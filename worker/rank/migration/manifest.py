@@ -350,21 +350,27 @@ def written_units(
     finest: Split, groups: Iterable[Ranks], manifests: Mapping[int, Manifest]
 ) -> dict[int, Bools]:
     """See `MigrationPlan`."""
-    written: dict[int, Bools] = {}
-    for group in groups:
-        leader = manifests[group[0]]
-        if not leader.written.size:
+    return units_of({group: manifests[group[0]].written for group in groups}, finest, manifests)
+
+
+def units_of(
+    blocks_of: Mapping[Ranks, Ints], finest: Split, manifests: Mapping[int, Manifest]
+) -> dict[int, Bools]:
+    """Return masks of the units that hold these (m,) blocks of groups, by rank, if any do."""
+    found: dict[int, Bools] = {}
+    for group, blocks in blocks_of.items():
+        if not blocks.size:
             continue
-        order = order_of(Split(leader.stages, len(group) // leader.stages), finest)
-        for rank, slots in zip(group, _slots_of_written(group, manifests), strict=True):
-            written[rank] = np.zeros(manifests[rank].num_pages * finest.width, dtype=np.bool_)
-            order.mark(written[rank], slots)
-    return written
+        stages = manifests[group[0]].stages
+        order = order_of(Split(stages, len(group) // stages), finest)
+        for rank, slots in zip(group, slots_of(blocks, group, manifests), strict=True):
+            found[rank] = np.zeros(manifests[rank].num_pages * finest.width, dtype=np.bool_)
+            order.mark(found[rank], slots)
+    return found
 
 
-def _slots_of_written(group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
-    """Return (k, m): the slots on each member that the group's in-flight step writes."""
-    blocks = manifests[group[0]].written
+def slots_of(blocks: Ints, group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
+    """Return (k, m): the slots on each member of a group that hold these (m,) blocks."""
     if len(group) == 1:
         return [blocks]
     return [manifests[member].slots[blocks].astype(np.int64) for member in group]
@@ -480,6 +486,7 @@ def _free_pages(manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldG
             is_free = np.zeros(manifest.num_pages, dtype=np.bool_)
             is_free[manifest.free] = is_free[manifest.pages] = True
             is_free[joined(chain.slots[place] for chain in group.chains) // width] = False
-            is_free[_slots_of_written(group.ranks, manifests)[place] // width] = False
+            written = slots_of(manifests[group.ranks[0]].written, group.ranks, manifests)
+            is_free[written[place] // width] = False
             return np.flatnonzero(is_free)
     return manifest.free

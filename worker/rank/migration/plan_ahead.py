@@ -18,6 +18,7 @@ from coordinator.protocol.terms import Carry, Phase, Target
 from kvadaptor.transfer.mailbox import RankMailbox
 from worker.rank.engine import Engine
 from worker.rank.migration.draft_plan import DraftPlan
+from worker.rank.migration.empty_blocks import without_empty_blocks
 from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
 
 log = structlog.get_logger()
@@ -116,12 +117,12 @@ class MigrationPlanner:
             rank: pickle.loads(self._mailboxes[rank].message)  # noqa: S301 -- our own ranks' memory
             for rank in ranks
         }
-        draft = self._draft
+        draft, geometry, move = self._draft, self._engine.kv.geometry, None
         if draft is not None and draft.target == target:
-            finished = draft.finished(manifests)
-            if finished is not None:
-                return finished
-        return plan_move(self._rank, manifests, target, self._engine.kv.geometry)
+            move = draft.finished(manifests)
+        if move is None:
+            move = plan_move(self._rank, manifests, target, geometry)
+        return without_empty_blocks(move, manifests, geometry.tokens_per_slot)
 
 
 def log_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
