@@ -64,6 +64,12 @@ def test_nothing_is_copied_early_to_where_a_step_under_way_writes() -> None:
     assert (pairs(early), pairs(late)) == ([(0, 1, 3, 4)], [(0, 1, 5, 6)])
 
 
+def test_a_rank_with_more_pages_is_read_beside_one_that_still_writes() -> None:
+    units = written(7).size
+    early, late = split([copies(0, [(0, units + 5, 4), (1, 7, 6)])], {1: written(7)})
+    assert (pairs(early), pairs(late)) == ([(0, 0, units + 5, 4)], [(0, 1, 7, 6)])
+
+
 def test_without_a_step_under_way_all_is_copied_at_once() -> None:
     all_of = [copies(0, [(1, 3, 4)])]
     early, late = split(all_of, {})

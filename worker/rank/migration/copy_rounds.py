@@ -103,7 +103,8 @@ def split(
         if (own := written.get(each.dst_rank)) is not None:
             waits |= own[each.dst_units]
         for rank, units in written.items():
-            waits |= (each.src_ranks == rank) & units[each.src_units]
+            mine = np.flatnonzero(each.src_ranks == rank)  # Others may have more units.
+            waits[mine] |= units[each.src_units[mine]]
         for part, mask in ((early, ~waits), (late, waits)):
             if mask.any():
                 part.append(_of(each, mask))
