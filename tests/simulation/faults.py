@@ -92,7 +92,8 @@ class Faults:
         self._memory = random.Random(f"{rng.getstate()} memory")
         self.trusts_memory = self._memory.random() < 0.7
         """Where ranks share memory, that of one which has ended can be read."""
-        self.start_ticks = self._memory.choice((0, 50)) if self.shares_memory else 0
+        start_ticks = self._memory.choice((0, 50))
+        self.start_ticks = start_ticks if self.shares_memory and self.trusts_memory else 0
         """How long ranks take to start: others may read the memory of their predecessors then."""
         self.loss = self._memory.choice((0.0, 0.01, 0.03)) if self.shares_memory else 0.0
         """A member of a group with tasks crashes."""

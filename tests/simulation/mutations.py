@@ -29,7 +29,7 @@ from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.reshard.terms import UnitCopies
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
 from worker.engine import lost_kv
-from worker.engine.lost_kv import LostBlocks, LostCopies
+from worker.engine.lost_kv import LostKV
 from worker.engine.scheduling.block_entries import BlockEntries
 from worker.rank.core import RankCore
 from worker.rank.engine import EngineMode, LeaseIndices
@@ -295,8 +295,8 @@ def _is_any_version(self: GroupDirectory, block: int, version: int) -> bool:
 _is_same = GroupDirectory.is_same
 
 
-def _nothing_is_gone(self: LostBlocks, step: LostCopies) -> set[int]:
-    return set()
+def _is_always_there(self: LostKV, place: int, tag: int) -> bool:
+    return True
 
 
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
@@ -355,7 +355,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     ),
     "blocks keep their entries": ((GroupDirectory, "clear", _does_nothing),),
     "entries come back as they were": ((GroupDirectory, "is_same", _is_any_version),),
-    "what was loaded is always there": ((LostBlocks, "gone", _nothing_is_gone),),
+    "what was found is always there": ((LostKV, "is_there", _is_always_there),),
     "spoiled tasks go on": ((PreparedMigration, "may_be_spoiled", property(_is_never_spoiled)),),
 }
 

@@ -209,6 +209,13 @@ class SimScheduler(FakeScheduler):
                 self.blocks.entries.remove(block)
         return is_taken
 
+    def set_aside(self, pages: int) -> LeaseIndices:
+        indices = super().set_aside(pages)
+        if self.blocks is not None:
+            for block in self._blocks(indices):
+                self.blocks.entries.remove(block)
+        return indices
+
     def _release(self, request: FakeRequest) -> None:
         blocks = request.blocks
         super()._release(request)

@@ -43,8 +43,8 @@ FOUND_BY = {
     "recovery forgets moves": 5,
     "half joined groups stay": 8,
     "accept stale attempts": 2,
-    "lease longer than patience": 2,
-    "no lease": 2,
+    "lease longer than patience": 12,
+    "no lease": 12,
     "followers do not wait for their leader's last step": 6,
     "grants not equal": 2,
     "gateway ignores fences": 12,
@@ -53,7 +53,9 @@ FOUND_BY = {
     "take any commit for one's own": 2,
     "pool keeps the old leader": 8,
     "hand nothing over": 2,
-    "copies do not wait for steps": 154,
+    "copies do not wait for steps": 2,
+    "follower leaves without its leader": 2,
+    "followers drop what comes before they join": 2,
     "steps of lost groups count": 125,
     "nobody hears of lost leases": 93,
     "spoiled tasks go on": 2,
@@ -64,8 +66,8 @@ FOUND_BY = {
     "new processes empty pages that can be read": 2,
     "blocks are entered before they are full": 28,
     "blocks keep their entries": 26,
-    "entries come back as they were": 72,
-    "what was loaded is always there": 0,
+    "entries come back as they were": 463,
+    "what was found is always there": 2,
 }
 """Seeds that found bugs which few find: they are tried first.
 

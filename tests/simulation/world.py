@@ -125,10 +125,6 @@ class World:
         self.moves = MoveChecker()
         self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
-        self.memory = RankMemories(
-            *(WORLD, plan, WIDTHS, max(self.num_pages.values())),
-            outlive=self.faults.shares_memory,
-        )
         self.cohorts = dict.fromkeys(self.incarnations, 0)
         """The cohort of each rank's newest process."""
         self._groups = [*plan, *((rank,) for rank in self.incarnations)]
@@ -163,6 +159,10 @@ class World:
     def start_ranks(self) -> None:
         """Start all ranks for the first time."""
         everyone = list(self.incarnations)
+        self.memory = RankMemories(
+            *(WORLD, communicator_plan(WORLD, WIDTHS), WIDTHS, max(self.num_pages.values())),
+            outlive=self.faults.shares_memory,
+        )
         reach = self.memory.start(everyone, self.incarnations, shares=False)
         with logs_to(None):
             self.ranks |= {rank: SimRank(self, rank, 1, reach) for rank in everyone}
