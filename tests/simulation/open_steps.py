@@ -147,7 +147,10 @@ class OpenSteps:
             if _does_without(process, step) or step.formation in process.had_no_room_in:
                 # The leader is about to hear that the group is none any more.
                 continue
-            is_closed = ranks in process.engine.communicators.closed
+            communicators = process.engine.communicators
+            # It may have closed it in this formation: a leader that stood still has not heard yet.
+            is_lost = communicators.is_aborted(ranks, step.formation)
+            is_closed = ranks in communicators.closed and not is_lost
             check(not is_closed, f"rank {rank} is in a group that it has closed")
             has_joined = (rank, process.incarnation) in world.memory.joined
             world.stats.rejoined += has_joined and len(ranks) > 1
