@@ -152,6 +152,8 @@ def check_pages_of_leader(process: "SimRank") -> None:
         return
     mode, pool = process.engine.of_width(binding.group.width), process.engine.pages
     scheduler, ranks = mode.scheduler, binding.group.ranks
+    if process.engine.communicators.is_aborted(ranks, binding.formation):
+        return  # It may have been lost before it began; its leader leaves it next.
     assert scheduler is not None
     leased = pool.own_pages() if len(ranks) == 1 else pool.lease_indices(ranks)
     given = {block // scheduler.slots_per_page for block in scheduler._granted}

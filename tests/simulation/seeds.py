@@ -56,6 +56,7 @@ FOUND = (
     Found(463, NARROW, "a group that counts as lost goes on, and its blocks get other content"),
     Found(1_000_552, BORROW, "a watchdog ends one rank, and those that share its copy live on"),
     Found(1_000_755, PARTS, "a rank that has joined its next group is asked to move its share"),
+    Found(3_001_852, PRECOPY, "a group is lost before its leader has begun"),
     Found(3_000_224, PRECOPY, "a group leaves an aborted formation while others copy early"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
     Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
