@@ -241,5 +241,5 @@ def open_lost_kv(
     for each in map(Rank, range(world)):
         if each != rank:
             mapped = memory.map(kv_name(each), own.size, is_own=False)
-            found[each] = np.frombuffer(mapped, np.uint8).reshape(own.shape)
+            found[each] = np.frombuffer(mapped, np.uint8).reshape(len(own), -1)
     return LostKV(directories, geometry, rank, found)
