@@ -11,19 +11,17 @@ again. No lock is shared, so a process may end at any instruction. Invariants:
   unchanged after its copies has copied that block.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvadaptor.host.directory import FENCE
+from kvadaptor.host.layout import HASH_BYTES
+
 Numbers = npt.NDArray[np.int64]
 
-FENCE = threading.Lock()
-"""Taking a lock orders memory, which a store and a later load of another word need."""
-
-HASH_BYTES = 32
 CACHED, HELD = 1, 2
 """States of a valid entry: its block is free, and can be hit; a task holds it."""
 

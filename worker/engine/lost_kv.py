@@ -19,7 +19,8 @@ from comm_pool.cpu.cell_memory import directory_name, kv_name
 from comm_pool.layout import Rank
 from comm_pool.plan import communicator_plan
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.group_directory import HASH_BYTES, DirectoryShape, GroupDirectory
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory
+from kvadaptor.host.layout import HASH_BYTES
 from kvadaptor.slot_table import SlotTable
 
 Bytes = npt.NDArray[np.uint8]
