@@ -22,7 +22,7 @@ from worker.engine.scheduling.block_entries import BlockEntries
 
 Bytes = npt.NDArray[np.uint8]
 Content = tuple[tuple[int, ...], int, bytes]
-"""The ranks of a group, a block, and the key of what was entered for it."""
+"""The ranks of a group, a block, and the key of its entry."""
 
 
 class Pieces:
@@ -89,7 +89,7 @@ class GroupBlocks:
     block_size = BLOCK_TOKENS
 
     def __init__(self, directory: GroupDirectory, lost: LostKV, stays: dict[Content, int]) -> None:
-        """`stays` has, of the whole cell, who has computed what was entered."""
+        """`stays` has, of the whole cell, who has computed each entry."""
         self.directory = directory
         self.entries = BlockEntries(directory)
         self.loads = Loads()

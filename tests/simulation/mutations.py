@@ -355,7 +355,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     ),
     "blocks keep their entries": ((GroupDirectory, "clear", _does_nothing),),
     "entries come back as they were": ((GroupDirectory, "is_same", _is_any_version),),
-    "what was found is always there": ((LostKV, "is_there", _is_always_there),),
+    "a found place is always there": ((LostKV, "is_there", _is_always_there),),
     "spoiled tasks go on": ((PreparedMigration, "may_be_spoiled", property(_is_never_spoiled)),),
 }
 

@@ -40,7 +40,7 @@ class RankMemory(FakeCell):
         self.shared_queues = {group: SharedQueue(group) for group in inside}
         self._pieces = Pieces() if outlives else None
         self.entered: dict[Content, int] = {}
-        """Which stay has computed what was entered into directories."""
+        """Which stay has computed each entry of the directories."""
         self.lost: dict[Rank, LostKV] = {}
         """What the process of each rank reads of lost groups; none without such memory."""
         self._marks: dict[tuple[Rank, ...], dict[Rank, int]] = {group: {} for group in inside}

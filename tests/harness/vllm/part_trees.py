@@ -16,13 +16,9 @@ from worker.engine.config import ModeKey, mode_config
 PARTS = 2
 
 
-@contextmanager
-def rank_of_parts(model: Path, rank: int, **engine: Any) -> Iterator[VllmConfig]:
-    """This process as one of the ranks, with a configuration of its own.
-
-    `engine` are more of vLLM's engine arguments.
-    """
-    base = AsyncEngineArgs(
+def base_config(model: Path, **engine: Any) -> VllmConfig:
+    """The configuration of a small cell; `engine` are more of vLLM's engine arguments."""
+    return AsyncEngineArgs(
         model=str(model),
         enforce_eager=True,
         max_model_len=256,
@@ -31,7 +27,15 @@ def rank_of_parts(model: Path, rank: int, **engine: Any) -> Iterator[VllmConfig]
         skip_tokenizer_init=True,
         **engine,
     ).create_engine_config()
-    config = mode_config(base, ModeKey(Mode.TP, PARTS))
+
+
+@contextmanager
+def rank_of_parts(model: Path, rank: int, **engine: Any) -> Iterator[VllmConfig]:
+    """This process as one of the ranks, with a configuration of its own.
+
+    `engine` are more of vLLM's engine arguments.
+    """
+    config = mode_config(base_config(model, **engine), ModeKey(Mode.TP, PARTS))
     whole = parallel_state._TP
     parallel_state._TP = SimpleNamespace(world_size=PARTS, rank_in_group=rank)
     try:

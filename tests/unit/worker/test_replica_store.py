@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.kernels.linear import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
@@ -22,7 +21,7 @@ from comm_pool.cpu.cell_memory import CellMemory, CellMemoryError, cell_memory
 from comm_pool.layout import Mode
 from tests.harness.vllm import cpu_kernels
 from tests.harness.vllm.families import BY_SLUG, FAMILIES
-from tests.harness.vllm.part_trees import PARTS, rank_of_parts
+from tests.harness.vllm.part_trees import PARTS, base_config, rank_of_parts
 from tests.harness.vllm.quantized_models import KINDS, write_quantized
 from tests.harness.vllm.stored_trees import check_same, end_process
 from tests.harness.vllm.tiny_models import make_family
@@ -66,16 +65,7 @@ def memory() -> Iterator[CellMemory]:
 
 def config_of(model: Path) -> VllmConfig:
     """The configuration of a rank that holds all weights."""
-    base = AsyncEngineArgs(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 24,
-        skip_tokenizer_init=True,
-    ).create_engine_config()
-    return mode_config(base, ModeKey(Mode.DP, 1))
+    return mode_config(base_config(model, dtype="float32"), ModeKey(Mode.DP, 1))
 
 
 def loaded(model: Path, memory: CellMemory, shards: int = SHARDS) -> nn.Module:
