@@ -20,8 +20,8 @@ from tests.harness.vllm.mode_schedulers import (
     ids,
     restored,
     scheduler_of,
+    states_of,
     step,
-    told,
 )
 from worker.engine.scheduling.handover import FinishedChains, forget_hashes, restore
 from worker.engine.scheduling.scheduler import ModeScheduler
@@ -33,7 +33,7 @@ def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> No
     old.add_task(fresh("a", PROMPT, hasher), [])
     assert step(old) == {"a": 80}
     assert step(old) == {"a": 1}
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     assert (state.computed, state.tokens(), state.blocks.size) == (81, [7, 7], 3)
     blocks = np.array([13, 9, 10])
     new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
@@ -54,10 +54,10 @@ def test_a_request_that_was_built_early_catches_up(
     old, new = scheduler_of(base, 1, 2), scheduler_of(base)
     old.add_task(fresh("a", PROMPT, hasher), [])
     step(old)
-    request = restored("a", PROMPT, told(old)["a"], hasher)
+    request = restored("a", PROMPT, states_of(old)["a"], hasher)
     for _ in range(steps):
         step(old)
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     restore(request, state, request._block_hasher)
     at_once = restored("a", PROMPT, state, hasher)
     for name in ("_all_token_ids", "_output_token_ids", "num_computed_tokens", "block_hashes"):
@@ -76,7 +76,7 @@ def test_a_task_goes_on_in_blocks_that_it_had_in_advance(base: VllmConfig, hashe
     old.add_task(fresh("a", PROMPT, hasher), [])
     assert step(old) == {"a": 80}
     old.look_ahead(0)
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     assert (state.computed, state.blocks.size) == (80, 4)
     blocks = np.array([13, 9, 10, 11])
     new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
@@ -96,7 +96,7 @@ def test_a_prompt_goes_on_where_a_chunk_ended(base: VllmConfig, hasher: Any) -> 
     old, new = scheduler_of(base, 1, 2), scheduler_of(base)
     old.add_task(fresh("a", prompt, hasher), [])
     assert step(old) == {"a": BUDGET}
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     assert (state.computed, state.tokens()) == (BUDGET, [])
     blocks = np.arange(4, 4 + state.blocks.size)
     new.adopt([(restored("a", prompt, state, hasher), blocks)], [], np.array([1, 2]), np.array([]))
@@ -112,7 +112,7 @@ def test_tasks_with_one_prefix_share_blocks_on(base: VllmConfig, hasher: Any) ->
     step(old)
     old.add_task(fresh("b", [*PROMPT[:64], *range(40)], hasher), [])
     step(old)
-    states = told(old)
+    states = states_of(old)
     assert states["a"].blocks[:2].tolist() == states["b"].blocks[:2].tolist()
     tasks = [
         (restored("a", PROMPT, states["a"], hasher), np.array([8, 9, 10])),
@@ -131,7 +131,7 @@ def test_a_new_request_hits_what_came_with_a_task(base: VllmConfig, hasher: Any)
     old, new = scheduler_of(base, 1, 2), scheduler_of(base)
     old.add_task(fresh("a", PROMPT, hasher), [])
     step(old)
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     blocks = np.array([9, 10, 11])
     new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
     new.grant(np.array([2, 3]))
@@ -148,7 +148,7 @@ def test_blocks_that_came_with_two_tasks_are_registered_once(base: VllmConfig, h
     for name, prompt in prompts.items():
         old.add_task(fresh(name, prompt, hasher), [])
         step(old)
-    states = told(old)
+    states = states_of(old)
     lie = {"a": np.array([9, 10, 11]), "b": np.array([9, 10, 12, 13, 14])}
     tasks = [(restored(n, prompts[n], states[n], hasher), lie[n]) for n in prompts]
     new.adopt(tasks, [], np.array([2, 3, 4]), np.array([]))
@@ -171,7 +171,7 @@ def test_a_moved_task_may_end_before_its_blocks_are_registered(
     old, new = scheduler_of(base, 1, 2), scheduler_of(base)
     old.add_task(fresh("a", PROMPT, hasher), [])
     step(old)
-    task = restored("a", PROMPT, told(old)["a"], hasher)
+    task = restored("a", PROMPT, states_of(old)["a"], hasher)
     new.adopt([(task, np.array([9, 10, 11]))], [], np.array([2, 3]), np.array([]))
     new.grant(np.array([2, 3]))
     new.take_back(["a"])
@@ -257,7 +257,7 @@ def test_what_blocks_held_before_is_forgotten(base: VllmConfig, hasher: Any) -> 
     other = scheduler_of(base, 1, 2)
     other.add_task(fresh("a", list(range(500, 580)), hasher), [])
     step(other)
-    state, prompt = told(other)["a"], list(range(500, 580))
+    state, prompt = states_of(other)["a"], list(range(500, 580))
     blocks = np.concatenate([before.blocks, [11]])
     task = restored("a", prompt, state, hasher)
     scheduler.adopt([(task, blocks)], [], np.array([1, 2]), np.array([]))
@@ -290,7 +290,7 @@ def test_indices_that_a_move_filled_are_kept_or_freed_as_one(base: VllmConfig, h
     for name, start in (("a", 100), ("b", 300)):
         old.add_task(fresh(name, list(range(start, start + 80)), hasher), [])
         step(old)
-    states = told(old)
+    states = states_of(old)
     prompts = {"a": list(range(100, 180)), "b": list(range(300, 380))}
     lie = {"a": np.array([8, 9, 10]), "b": np.array([20, 21, 22])}
     tasks = [(restored(n, prompts[n], states[n], hasher), lie[n]) for n in ("a", "b")]
@@ -313,7 +313,7 @@ def test_tasks_that_came_with_all_blocks_in_use_do_not_wait_for_each_other(
         prompt, old = list(range(start, start + 3 * BLOCK)), scheduler_of(base, 1)
         old.add_task(fresh(name, prompt, hasher), [])
         step(old)
-        tasks.append((restored(name, prompt, told(old)[name], hasher), np.array(lie)))
+        tasks.append((restored(name, prompt, states_of(old)[name], hasher), np.array(lie)))
     new.adopt(tasks, [], np.array([2, 3]), np.array([]))
     new.grant(np.array([2, 3]))
     pool = new.kv_cache_manager.block_pool

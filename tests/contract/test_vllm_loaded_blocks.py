@@ -16,8 +16,8 @@ from tests.harness.vllm.mode_schedulers import (
     fresh,
     ids,
     scheduler_of,
+    states_of,
     step,
-    told,
 )
 from worker.engine.scheduling.connector import BlockConnector, BlockCopies
 from worker.engine.scheduling.scheduler import ModeScheduler
@@ -60,10 +60,10 @@ def test_a_step_writes_what_it_loads(base: VllmConfig, hasher: Any) -> None:
     made.add_task(fresh("a", PROMPT, hasher), [])
     plan = made.plan_step(lambda: None)
     assert set(made.written_blocks().tolist()) == set(ids(made, "a"))
-    assert told(made)["a"].settled == 0
+    assert states_of(made)["a"].settled == 0
     finish(made, plan)
     assert not made.written_blocks().size
-    assert told(made)["a"].settled == len(PROMPT)
+    assert states_of(made)["a"].settled == len(PROMPT)
 
 
 @pytest.fixture

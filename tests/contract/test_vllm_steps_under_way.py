@@ -18,8 +18,8 @@ from tests.harness.vllm.mode_schedulers import (
     ids,
     restored,
     scheduler_of,
+    states_of,
     step,
-    told,
 )
 from worker.engine.scheduling.handover import go_on
 
@@ -31,7 +31,7 @@ def test_a_task_is_told_as_it_will_be_behind_the_step_under_way(
     old.add_task(fresh("a", PROMPT, hasher), [])
     step(old)
     under_way = old.plan_step(lambda: None)
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     assert (state.computed, state.settled, state.tokens()) == (81, 80, [7])
     written = old.written_blocks().tolist()
     assert written == ids(old, "a")[80 // BLOCK :], "the block of token 80"
@@ -52,7 +52,7 @@ def test_a_chunk_of_a_prompt_brings_no_token(base: VllmConfig, hasher: Any) -> N
     old = scheduler_of(base, 1, 2)
     old.add_task(fresh("a", list(range(150)), hasher), [])
     under_way = old.plan_step(lambda: None)
-    state = told(old)["a"]
+    state = states_of(old)["a"]
     assert (state.computed, state.settled) == (BUDGET, 0)
     assert old.written_blocks().tolist() == ids(old, "a")[: -(-BUDGET // BLOCK)]
     finish(old, under_way)
@@ -67,7 +67,7 @@ def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
         old.add_task(fresh(name, list(range(100, 133)), hasher), [])
     step(old)
     under_way = old.plan_step(lambda: None)
-    blocks, states = ids(old, "a"), list(told(old).values())
+    blocks, states = ids(old, "a"), list(states_of(old).values())
     old.take_back(["a"])
     assert [old.frees_after_step] == [True]
     assert set(blocks) <= set(old.written_blocks().tolist())

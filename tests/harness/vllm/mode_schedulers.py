@@ -104,7 +104,7 @@ def finish(scheduler: ModeScheduler, plan: StepPlan, token: int = 7) -> dict[str
     return dict(plan.output.num_scheduled_tokens)
 
 
-def told(scheduler: ModeScheduler) -> dict[str, RunningState]:
+def states_of(scheduler: ModeScheduler) -> dict[str, RunningState]:
     """What another scheduler could go on with, by task."""
     return {state.task: state for state in scheduler.movable(100)[0]}
 

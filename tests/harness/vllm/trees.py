@@ -213,3 +213,14 @@ class Trees:
                 yield config
         finally:
             parallel_state._TP = own
+
+
+@contextmanager
+def experts_process(folder: Path) -> Iterator[None]:
+    """The same for models with experts: vLLM makes their group for such a model alone."""
+    with tree_process(folder):
+        parallel_state._EP = parallel_state._TP
+        try:
+            yield
+        finally:
+            parallel_state._EP = None

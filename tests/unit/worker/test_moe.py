@@ -9,9 +9,8 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from vllm.distributed import parallel_state
 
-from tests.harness.vllm.trees import CPU, Trees, tree_process
+from tests.harness.vllm.trees import CPU, Trees, experts_process
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.moe import experts_of, prove_experts
 from worker.engine.weights.selftest import prove_tree
@@ -39,13 +38,8 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trees]:
     )
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / "model")
-    with tree_process(folder):
-        # vLLM makes this group for a model with experts alone, and the process began with another.
-        parallel_state._EP = parallel_state._TP
-        try:
-            yield Trees(folder / "model", dtype="float32")
-        finally:
-            parallel_state._EP = None
+    with experts_process(folder):
+        yield Trees(folder / "model", dtype="float32")
 
 
 def prove(trees: Trees, tree: nn.Module, width: int, rank: int) -> int:

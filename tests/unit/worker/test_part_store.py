@@ -10,12 +10,11 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from vllm.distributed import parallel_state
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.stored_trees import check_same, end_process
-from tests.harness.vllm.trees import CPU, tree_process, write_and_name
+from tests.harness.vllm.trees import CPU, experts_process, write_and_name
 from worker.engine.weights.manifest import PartManifest
 from worker.engine.weights.part_finder import find_part
 from worker.engine.weights.part_memory import units_of
@@ -48,13 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
-    with tree_process(folder):
-        # vLLM makes this group for a model with experts alone, and the process began with another.
-        parallel_state._EP = parallel_state._TP
-        try:
-            yield folder
-        finally:
-            parallel_state._EP = None
+    with experts_process(folder):
+        yield folder
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.model_executor.kernels.linear import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
@@ -25,7 +24,7 @@ from tests.harness.vllm.part_trees import PARTS, base_config, rank_of_parts
 from tests.harness.vllm.quantized_models import KINDS, write_quantized
 from tests.harness.vllm.stored_trees import check_same, end_process
 from tests.harness.vllm.tiny_models import make_family
-from tests.harness.vllm.trees import CPU, tree_process, write_and_name
+from tests.harness.vllm.trees import CPU, experts_process, write_and_name
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ViewError
@@ -47,13 +46,8 @@ NOT_FOUND = ("apertus",)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("replicas")
-    with tree_process(folder):
-        # vLLM makes this group for a model with experts alone.
-        parallel_state._EP = parallel_state._TP
-        try:
-            yield folder
-        finally:
-            parallel_state._EP = None
+    with experts_process(folder):
+        yield folder
 
 
 @pytest.fixture
