@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     MixtralConfig,
@@ -18,6 +17,7 @@ from transformers import (
 from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.families import BY_SLUG, Family
 from tests.harness.vllm.families import SIZES as FAMILY_SIZES
+from tests.harness.vllm.plain_models import build_plain
 
 VOCABULARY = 4096
 SIZES: dict[str, Any] = {
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 def make_model(folder: Path, config: Any) -> Any:
     """A random model whose biases and norms are not trivial, with the demo model's tokenizer."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = build_plain(config).float()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * 0.1

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 
 from coordinator.cli.launch import DEMO_MODEL
 from coordinator.protocol.model_size import VOCABULARY_MULTIPLE, model_size
 from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B
 from tests.harness.vllm.families import FAMILIES, SIZES, Family
+from tests.harness.vllm.plain_models import build_plain
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[each.slug for each in FAMILIES])
@@ -21,7 +22,7 @@ def test_every_family_is_counted_as_transformers_builds_it(family: Family) -> No
     fields = {name: value for name, value in given.items() if value is not ...}
     config = AutoConfig.for_model(family.kind, **fields)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = build_plain(config)
     built = sum(parameter.numel() for parameter in model.parameters())
     size = model_size(json.loads(config.to_json_string(use_diff=True)))
     assert size is not None
