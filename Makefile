@@ -9,6 +9,8 @@ BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 SHORT  := -m "not gpu and not chaos and not long and not fleet"
 LANES  := -n 2 --dist loadgroup
+# One tree has one result; a run of single files shuffles its tests anew each time.
+ORDER  := --randomly-seed=1
 
 # Tests start hundreds of Python processes. Each would compile the modules that it imports again
 # where the environment forbids to keep them compiled.
@@ -23,7 +25,7 @@ demo: setup  ## watch streams live through dp2 -> tp2 -> dp2
 	@$(BIN)/python -m tests.demo.run_demo --device $(DEVICE) $(if $(MODEL),--model $(MODEL))
 
 test: check  ## lint, types, import contracts and every CPU test
-	$(PYTEST) $(SHORT) $(LANES) --durations=10 tests
+	$(PYTEST) $(SHORT) $(LANES) $(ORDER) --durations=10 tests
 
 test-long: setup  ## hours, or a quiet machine: timing, fuzzing, all seeds, new examples, chaos; leaves a record
 	$(PYTEST) -m "(long or chaos or hypothesis) and not gpu and not fleet" -p no:randomly --record tests

@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run that lacks a tool which it must have; choose examples; collect summaries.
 
-    `make test` always draws the same examples. `make test-long`, and a run of single files, draws
-    new ones.
+    `make test` always draws the same examples, and shuffles pure tests in the same way. `make
+    test-long`, and a run of single files, draws new ones.
     """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     missing += [] if find_browser() else ["chromium"]
