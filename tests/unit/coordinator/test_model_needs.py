@@ -18,7 +18,8 @@ from coordinator.protocol.model_files import ask_nobody
 from tests.harness.coordinator.model_folders import hub_says
 from worker.demo import MODEL_DIR
 
-LIMIT_S = 2.0
+LIMIT_S = 10.0
+"""On a busy machine too; a command that asks again and again takes forty seconds and more."""
 
 
 def check(model: Path | str, *engine_args: str, memory: Memory | None = None, **cell: Any) -> None:
