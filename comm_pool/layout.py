@@ -132,6 +132,11 @@ class Group:
         return self.width // self.tp if self.mode is Mode.PP else 1
 
     @property
+    def lease_key(self) -> tuple[Rank, ...]:
+        """The key of its lease; see the function."""
+        return lease_key(self.ranks, self.stages)
+
+    @property
     def step_modes(self) -> tuple[StepMode, ...]:
         """The modes in which its steps may be computed."""
         match self.mode:
@@ -204,6 +209,23 @@ class Layout:
         return Layout((*self.groups, *_alone(missing)))
 
 
+def lease_key(ranks: tuple[Rank, ...], stages: int) -> tuple[Rank, ...]:
+    """Return the members in the order of what they hold: their layers, then their heads.
+
+    Without pipeline stages that is `ranks`, which ascend. It is the key of a group's lease: groups
+    of the same ranks share their pages only if they divide KV alike.
+    """
+    tp = len(ranks) // stages
+    return tuple(rank for first in range(len(ranks) - tp, -1, -tp) for rank in ranks[first:][:tp])
+
+
+def group_of(key: tuple[Rank, ...]) -> Group:
+    """Return a wide group whose lease has this key: a pipeline group, or one of mode tp."""
+    tp = key.index(max(key)) + 1
+    ranks = tuple(sorted(key))
+    return Group(ranks, Mode.TP) if tp == len(key) else Group(ranks, Mode.PP, tp)
+
+
 def step_name(mode: StepMode, width: int) -> str:
     """Return the name of a mode of a group's steps, such as `tp2`, `sp2tp2` or `pp4`."""
     return f"{mode}{width}" if isinstance(mode, Mode) else str(mode)
@@ -218,9 +240,8 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     pipeline stages, in each of which N ranks sum, so N is a supported width too; `offN` leaves N
     ranks out, because they are lost or must stay unused. So `tp2+dp2` is ranks 0-1 together, then 2
     and 3 alone, and `dp2+off1+dp1` is four ranks without rank 2. A caller that must not leave a
-    rank out checks `Layout.ranks`, one that serves the layout checks `why_unserved`. Any other text
-    raises `LayoutError`: one sentence with the fault and what is supported. Costs O(world),
-    whatever the text.
+    rank out checks `Layout.ranks`. Any other text raises `LayoutError`: one sentence with the fault
+    and what is supported. Costs O(world), whatever the text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")
@@ -272,15 +293,6 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
         else:
             tokens += [token for _, _, token in spans]
     return "+".join(tokens)
-
-
-def why_unserved(layout: Layout) -> str | None:
-    """Return why no engine runs a layout that can be written, or None: one sentence."""
-    staged = [group for group in layout.groups if group.mode is Mode.PP]
-    if not staged:
-        return None
-    group = staged[0]
-    return f"{group.name} is a pipeline group, which no engine runs yet: use 'tp{group.width}'."
 
 
 def diff(old: Layout, new: Layout) -> frozenset[Rank]:
@@ -390,8 +402,7 @@ def _read_token(token: str, text: str, world: int, widths: Collection[int]) -> t
         )
     word, count = match[1], int(match[2])
     if word not in words:
-        # Not pp, as no engine runs it yet.
-        served = ", ".join(mode.value for mode in Mode if mode is not Mode.PP)
+        served = ", ".join(mode.value for mode in Mode)
         raise LayoutError(
             f"'{word}' in layout '{text}' is not a mode; supported are {served}, and {_ABSENT} for "
             "ranks left out."

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NOTATION = re.compile(r"sp([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
+_STAGED_NOTATION = re.compile(r"pp([1-9][0-9]{0,3})(?:tp([1-9][0-9]{0,3}))?")
 
 
 class MixedError(ValueError):
@@ -101,6 +102,14 @@ def read_mixed(text: str) -> Mixed:
     if match is None:
         raise MixedError(f"'{text}' is not a mixed group, such as 'sp2tp2'.")
     return Mixed(int(match[1]), int(match[2]))
+
+
+def read_staged(text: str) -> Staged:
+    """Read the notation, such as `pp4` or `pp2tp2`; raises `StagedError`."""
+    match = _STAGED_NOTATION.fullmatch(text)
+    if match is None:
+        raise StagedError(f"'{text}' is not a pipeline group, such as 'pp2'.")
+    return Staged(int(match[1]), int(match[2] or 1))
 
 
 def shape_of_parts(width: int, parts: int) -> Mixed | None:

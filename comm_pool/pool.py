@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,14 +22,15 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.utils import create_tcp_store
 
-from comm_pool.cpu.cell_memory import CellMemory, plane_name, queue_name
+from comm_pool.cpu.cell_memory import CellMemory, link_name, plane_name, queue_name
 from comm_pool.cpu.plane_group import PlaneGroup
 from comm_pool.cpu.shared_plane import SharedPlane, plane_bytes
+from comm_pool.cpu.stage_link import StageLink, StageLinks, link_bytes
 from comm_pool.cpu.step_ring import StepRing, ring_bytes
 from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump, unblock, undivided
 from comm_pool.formations import Formations
 from comm_pool.layout import Rank
-from comm_pool.mixed import Mixed, reducing_groups
+from comm_pool.mixed import Mixed, Staged, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 from comm_pool.ports import LOOPBACK
 
@@ -56,6 +57,12 @@ class Communicator:
     """The plane of its collectives if these can be aborted: on CPU."""
     aborter: CollectiveAborter | None = None
     """Aborts its collectives where they have no plane."""
+    tp: GroupCoordinator | None = None
+    """The group of vLLM's tensor-parallel layers, if that is not `group`: in pipeline groups."""
+    stages: GroupCoordinator | None = None
+    """The members of a pipeline group in the order of their stages; else the rank alone."""
+    links: StageLinks | None = None
+    """What connects this rank's stage to its neighbours."""
 
     @property
     def width(self) -> int:
@@ -138,6 +145,7 @@ class CommunicatorPool:
         self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
+        self._staged: dict[int, Communicator] = {}
         # As vLLM's worker does: groups read it when they are made.
         parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         with set_current_vllm_config(config):
@@ -161,7 +169,7 @@ class CommunicatorPool:
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()
         self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
-            (rank,): Communicator((rank,), own, 0.0, 0)
+            (rank,): Communicator((rank,), own, 0.0, 0, stages=parallel_state._PP)
         }
         aligned = by_width(communicator_plan(world, widths))
         strided = reducing_groups(world, mixed)
@@ -200,6 +208,7 @@ class CommunicatorPool:
             max(0, _memory_bytes(device) - before),
             plane,
             aborter,
+            stages=parallel_state._PP,
         )
 
     def _create_together(self, lists: list[list[int]], *, has_queue: bool) -> GroupCoordinator:
@@ -225,6 +234,28 @@ class CommunicatorPool:
             queue = StepRing(memory.map(queue_name(ranks), ring_bytes(width)), place, width)
         return plane, PlaneGroup(ranks, self._rank, plane, queue)
 
+    def connect_stages(self, staged: Staged) -> None:
+        """Connect the stages of a pipeline group, which shares all but its links with that of tp.
+
+        It needs memory that the ranks share.
+        """
+        whole, memory = self.of_width(staged.width), self._memory
+        assert memory is not None and whole.plane is not None and staged.tp == 1
+        plane, ranks = whole.plane, whole.ranks
+        stage = staged.pp - 1 - whole.rank_in_group
+
+        def link(first: int, *, sends: bool) -> StageLink:
+            mapped = memory.map(link_name(ranks, first), link_bytes())
+            return StageLink(mapped, self._formations, plane.is_aborted, sends=sends)
+
+        links = StageLinks(
+            link(stage - 1, sends=False) if stage > 0 else None,
+            link(stage, sends=True) if stage < staged.pp - 1 else None,
+        )
+        stages = PlaneGroup(ranks[::-1], self._rank, plane, None)
+        alone = self.of_width(1).group
+        self._staged[staged.width] = replace(whole, tp=alone, stages=stages, links=links)
+
     def join(self) -> None:
         """Compute together with the others in wide groups from now on."""
         self.rehearses = False
@@ -236,8 +267,10 @@ class CommunicatorPool:
         """Return the communicator of exactly these ranks; KeyError if this rank has none."""
         return self._by_ranks[ranks]
 
-    def of_width(self, width: int) -> Communicator:
-        """Return the communicator of this rank's aligned group of that width."""
+    def of_width(self, width: int, stages: int = 1) -> Communicator:
+        """Return the communicator of this rank's aligned group of that width and stages."""
+        if stages > 1:
+            return self._staged[width]
         return next(c for c in self._by_ranks.values() if c.width == width)
 
     def reducing(self, mixed: Mixed) -> Communicator:
@@ -320,14 +353,17 @@ class CommunicatorPool:
 
 
 def activate(communicator: Communicator) -> None:
-    """Make this the group of vLLM's tensor-parallel layers; an assignment, well under 1 µs.
+    """Make this the group of vLLM's parallel layers; a few assignments, well under 1 µs.
 
     vLLM 0.32 has no public way to swap it (`_replace_active_groups` does the same for elastic EP).
     """
-    parallel_state._TP = communicator.group
+    group = communicator.group if communicator.tp is None else communicator.tp
+    parallel_state._TP = group
     if parallel_state._EP is not None:
         # Only for models with experts, which the same ranks divide like everything else.
-        parallel_state._EP = communicator.group
+        parallel_state._EP = group
+    if communicator.stages is not None:
+        parallel_state._PP = communicator.stages
 
 
 def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ Pages = npt.NDArray[np.int64]
 """Page numbers or lease indices, ascending unless noted otherwise."""
 
 GroupKey = tuple[int, ...]
-"""The member ranks of a group, ascending."""
+"""The member ranks of a group, in the order of what they hold (`Group.lease_key`)."""
 
 _RESERVED, _FREE, _OWNED, _LEASED = range(4)
 

@@ -7,6 +7,7 @@ ranks never need equal block ids.
 import numpy as np
 import numpy.typing as npt
 
+from kvadaptor.geometry import Slots
 from kvadaptor.pages import distinct
 
 UNMAPPED = -1
@@ -16,12 +17,21 @@ UNMAPPED = -1
 class SlotTable:
     """Logical block -> physical slot of one group on one rank; int32, one entry per block.
 
+    A slot is `slots_per_page`·page + its place in the page. The engine numbers slots as its memory
+    has them (`Slots.first_blocks`), which is the same without pipeline stages.
+
     A group mostly gets the same pages under the same indices again, so `unmap` leaves an index's
     entries in place, and the next lease writes only what differs.
     """
 
-    def __init__(self, num_pages: int, slots_per_page: int) -> None:
+    def __init__(self, num_pages: int, slots_per_page: int, slots: Slots | None = None) -> None:
+        """`slots` of a pipeline group; without it, the engine's numbers are those of slots."""
         self.slots_per_page = slots_per_page
+        self._of_engine: npt.NDArray[np.int32] | None = None
+        if slots is not None and slots.rows > 1:
+            first = np.arange(num_pages)[:, np.newaxis] * slots.columns
+            numbers = first + np.array(slots.first_blocks(num_pages))
+            self._of_engine = numbers.reshape(-1).astype(np.int32)
         self._slots: npt.NDArray[np.int32] = np.full(
             num_pages * slots_per_page, UNMAPPED, dtype=np.int32
         )
@@ -59,8 +69,11 @@ class SlotTable:
         self._leased[indices] = False
 
     def slots(self, blocks: list[int]) -> list[int]:
-        """Return the physical slots of logical blocks; asserts that all are leased."""
+        """Return where the engine has logical blocks; asserts that all are leased."""
         numbers = np.asarray(blocks, dtype=np.int64)
         leased = self._leased[numbers // self.slots_per_page]
         assert leased.all(), "a step uses a block that is not leased."
-        return self._slots[numbers].tolist()  # type: ignore[no-any-return]
+        found = self._slots[numbers]
+        if self._of_engine is not None:
+            found = self._of_engine[found]
+        return found.tolist()  # type: ignore[no-any-return]

@@ -1,9 +1,10 @@
-"""vLLM adapter: one KV buffer per rank, viewed per width in head-major layout.
+"""vLLM adapter: one KV buffer per rank, viewed per split in head-major layout.
 
 The buffer is layer-major, pages of constant bytes inside a layer. Under width k vLLM sees k times
 as many blocks of the same b tokens, each 1/k of a page: H/k heads (Flying Serving, equation 3, with
 heads instead of tokens split). Block `k·page + s` of that view is slot s of the page, byte for byte
-what the dp block `page` holds for those heads.
+what the dp block `page` holds for those heads. A pipeline stage sees the blocks that
+`Slots.first_blocks` numbers: all heads of its layers.
 """
 
 import dataclasses
@@ -112,9 +113,20 @@ class KVBuffer:
         num_bytes = num_pages * self.geometry.page_bytes
         self.raw = take(num_bytes) if take is not None else allocate(num_bytes, device)
 
-    def config(self, k: int) -> KVCacheConfig:
-        """Return vLLM's KV configuration for width k: num_pages·slots blocks of b tokens."""
-        slots = self.geometry.slots(Split(1, k))
+    def logical_config(self, split: Split) -> KVCacheConfig:
+        """Return the configuration of a group's scheduler: num_pages·slots blocks of b tokens."""
+        config = self.config(split)
+        config.num_blocks = self.num_pages * self.geometry.slots(split).count
+        return config
+
+    def config(self, split: Split, place: int = 0) -> KVCacheConfig:
+        """Return vLLM's KV configuration for the member of a group at this place.
+
+        It has the layers of the member's stage, and blocks as `Slots.first_blocks` numbers them.
+        """
+        slots = self.geometry.slots(split)
+        first = split.share_of(place) // split.tp * slots.layers
+        layers = self._layers[first : first + slots.layers]
         spec = dataclasses.replace(self._spec, num_kv_heads=slots.heads)
         page_bytes = self.geometry.layer_page_bytes
         if spec.page_size_bytes * slots.columns != page_bytes:
@@ -123,23 +135,22 @@ class KVBuffer:
             )
         tensor = KVCacheTensor(
             size=self.raw.numel(),
-            layers=self._layers,
+            layers=layers,
             layer_stride=page_bytes * self.num_pages,
             block_stride=page_bytes // slots.columns,
         )
         config = KVCacheConfig(
             num_blocks=slots.num_blocks(self.num_pages),
             kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(self._layers, spec)],
+            kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
         )
         config.kv_cache_layout = LAYOUT.name
         return config
 
-    def views(self, k: int) -> dict[str, torch.Tensor]:
-        """Return layer name -> (num_pages·slots, H/k, b, 2·D) view of the buffer."""
-        config = self.config(k)
+    def views(self, config: KVCacheConfig) -> dict[str, torch.Tensor]:
+        """Return layer name -> (blocks, heads, b, 2·D) view of the buffer, for one of `config`."""
         spec = config.kv_cache_groups[0].kv_cache_spec
         tensors = create_kv_cache_views(
             self.raw, spec, config.num_blocks, LAYOUT, config.kv_cache_tensors[0], spec.block_size
         )
-        return dict(zip(self._layers, tensors, strict=True))
+        return dict(zip(config.kv_cache_tensors[0].layers, tensors, strict=True))

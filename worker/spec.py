@@ -7,7 +7,7 @@ from typing import Literal
 from comm_pool import loans
 from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
-from comm_pool.mixed import Mixed
+from comm_pool.mixed import Mixed, Staged
 from coordinator.protocol.config import CellConfig, Config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.floor import floor_goal_s
@@ -32,6 +32,8 @@ class RankSpec:
     init_method: str
     threads: int
     mixed: tuple[Mixed, ...] = ()
+    pipelines: tuple[Staged, ...] = ()
+    """The pipeline groups to prepare."""
     cohort: int = 0
     """The number shared by ranks that can form wide groups."""
     together: Mapping[Rank, int] = field(default_factory=dict)
@@ -116,6 +118,7 @@ def rank_spec(
         widths=tuple(width for width in config.cell.widths if width <= world),
         widest=max(config.cell.widths),
         mixed=tuple(each for each in config.mixed_groups() if each.width <= world),
+        pipelines=tuple(each for each in config.pipeline_groups() if each.width <= world),
         init_method=f"tcp://127.0.0.1:{cohort.port}",
         threads=threads,
         cohort=cohort.number,

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 
-from comm_pool.mixed import Mixed, reducing_groups
+from comm_pool.mixed import Mixed, Staged, reducing_groups
 from comm_pool.plan import communicator_plan
 
 FENCE = threading.Lock()
@@ -75,6 +75,11 @@ def queue_name(ranks: Sequence[int]) -> str:
     return "-".join(("queue", *map(str, ranks)))
 
 
+def link_name(ranks: Sequence[int], stage: int) -> str:
+    """Name the memory of the link from a pipeline stage of these ranks to the next one."""
+    return "-".join(("link", *map(str, ranks), f"from{stage}"))
+
+
 def mailbox_name(rank: int) -> str:
     """Name the memory of a rank's mailbox."""
     return f"board-{rank}"
@@ -115,9 +120,21 @@ def host_kv_name() -> str:
     return "host-kv"
 
 
-def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -> CellMemory:
+def cell_memory(
+    world: int,
+    widths: Collection[int],
+    mixed: Collection[Mixed],
+    pipelines: Collection[Staged] = (),
+) -> CellMemory:
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
+    links = (
+        link_name(ranks, stage)
+        for staged in set(pipelines)
+        for ranks in aligned
+        if len(ranks) == staged.width
+        for stage in range(staged.pp - 1)
+    )
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_rank = (
         mailbox_name,
@@ -131,4 +148,5 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     alone = ((rank,) for rank in range(world))
     directories = (directory_name(ranks) for ranks in (*alone, *aligned))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
-    return CellMemory((*of_ranks, *directories, *planes, *(queue_name(ranks) for ranks in aligned)))
+    queues = (queue_name(ranks) for ranks in aligned)
+    return CellMemory((*of_ranks, *directories, *planes, *queues, *links))

@@ -60,6 +60,7 @@ SETTINGS = {
     "cell.widths": "--widths",
     "cell.layout": "--layout",
     "cell.mixed": "--mixed",
+    "cell.pipelines": "--pipelines",
     "cell.weight_parts": "--weight-parts",
     "cell.whole_layers": "--whole-layers",
     "cell.host_kv_gib": "--host-kv",
@@ -204,10 +205,11 @@ def _set_groups(
         cell["widths"] = _read_widths(options.widths, ranks)
     elif changed:
         cell["widths"] = tuple(each for each in _powers_of_two(ranks) if ranks % each == 0)
-    if options.mixed is not None:
-        cell["mixed"] = options.mixed.split(",")
-    elif changed:
-        cell["mixed"] = ()
+    for setting in ("mixed", "pipelines"):
+        if (named := getattr(options, setting)) is not None:
+            cell[setting] = named.split(",")
+        elif changed:
+            cell[setting] = ()
     if options.weight_parts is not None:
         cell["weight_parts"] = options.weight_parts
     if options.borrow is not None:

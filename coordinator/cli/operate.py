@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from comm_pool.layout import Mode
 from coordinator.cli.admin_client import AdminClient
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.last_run import find_admin_url
@@ -212,9 +213,14 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
 def step_times_text(times: dict[str, Any]) -> str:
     """Return the step times of one width, and the size from which a shift group uses sp."""
     width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
-    sizes = [point["tokens"] for point in next(iter(curves.values()))]
-    names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
-    columns = [[f"{point['ms']:.2f}" for point in points] for points in curves.values()]
+    known = [
+        {point["tokens"]: f"{point['ms']:.2f}" for point in points} for points in curves.values()
+    ]
+    # Not every mode is measured at every size.
+    sizes = sorted(set().union(*known))
+    # The names of mixed and pipeline groups have their widths.
+    names = [f"{mode}{width} ms" if mode in set(Mode) else f"{mode} ms" for mode in curves]
+    columns = [[points.get(size, "") for size in sizes] for points in known]
     lines = [
         "step times measured at start",
         format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),

@@ -12,13 +12,14 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from comm_pool.layout import Layout, LayoutError, Mode, parse_layout, why_unserved
-from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
+from comm_pool.layout import Layout, LayoutError, Mode, parse_layout
+from comm_pool.mixed import Mixed, Staged
 from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.gateway_config import REDIS_SCHEMES, GatewayConfig
 from coordinator.protocol.log_config import LogConfig, UsageConfig
 from coordinator.protocol.mistakes import MistakesError, run_checks, sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig, TierSections
+from coordinator.protocol.prepared_groups import mixed_groups, pipeline_groups
 from coordinator.protocol.secret_text import SecretSetting, read_secret_file
 from coordinator.protocol.settings_file import read_settings
 from coordinator.protocol.tls_config import CellTlsConfig, check_pair
@@ -71,6 +72,9 @@ class CellConfig(_Frozen):
     """Layout at start; it must name all ranks, such as tp2+dp2 for four."""
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
+    pipelines: tuple[str, ...] = ()
+    """Pipeline groups that layouts may have, such as pp2; those of `layout` need no mention. CPU
+    ranks only."""
     weight_parts: int = Field(default=1, ge=1)
     """Parts of the weights: each rank holds one of them, so that more memory is left for KV, or so
     that a model fits that is larger than a device. `borrow` says what a rank does for the others.
@@ -280,6 +284,7 @@ class Config(_Frozen):
             self._check_parts,
             self._check_host_kv,
             self.mixed_groups,
+            self.pipeline_groups,
             self._check_groups,
             self._check_widths,
             self._check_address,
@@ -403,36 +408,17 @@ class Config(_Frozen):
     def initial_layout(self) -> Layout:
         """The layout to start in; raises ValueError if the cell cannot form it."""
         try:
-            layout = parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
+            return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
         except LayoutError as error:
             raise ValueError(f"cell.layout: {error}") from error
-        if (reason := why_unserved(layout)) is not None:
-            raise ValueError(f"cell.layout: {reason}")
-        return layout
 
     def mixed_groups(self) -> tuple[Mixed, ...]:
         """The mixed shapes that ranks prepare; raises ValueError if they cannot prepare one."""
-        named = {each.mixed for each in self.initial_layout().groups if each.mixed is not None}
-        parts, widest = self.cell.weight_parts, max(self.cell.widths, default=1)
-        held = shape_of_parts(widest, parts) if parts > 1 else None
-        for text in (*self.cell.mixed, *([str(held)] if held else [])):
-            try:
-                mixed = read_mixed(text)
-            except MixedError as error:
-                raise ValueError(f"cell.mixed: {error}") from error
-            missing = {mixed.width, mixed.sp}.difference(self.cell.widths)
-            if missing:
-                raise ValueError(
-                    f"cell.mixed: {mixed} needs groups {min(missing)} wide: add that to "
-                    "cell.widths (--widths), or leave it out."
-                )
-            named.add(mixed)
-        if (coarse := next((each for each in sorted(named) if each.tp % parts), None)) is not None:
-            raise ValueError(
-                f"{coarse} computes with {coarse.tp} parts of the weights, and ranks hold one of "
-                f"{parts}: use mixed shapes whose tp is a multiple of cell.weight_parts."
-            )
-        return tuple(sorted(named))
+        return mixed_groups(self.cell, self.initial_layout().groups)
+
+    def pipeline_groups(self) -> tuple[Staged, ...]:
+        """The pipeline groups that ranks prepare; raises likewise."""
+        return pipeline_groups(self.cell, self.initial_layout().groups)
 
     @property
     def borrows(self) -> bool:

@@ -156,9 +156,9 @@ class Situation:
 
     def serve(self) -> Serve:
         """Serve with the granted pages."""
-        pages, ranks = self.granted, self.joined.group.ranks
+        pages, key = self.granted, self.joined.group.lease_key
         assert pages is not None
-        retention = next((each for each in self.wanted.retentions if each.ranks == ranks), None)
+        retention = next((each for each in self.wanted.retentions if each.ranks == key), None)
         return Serve(self.joined, pages, retention, self.wanted)
 
 

@@ -6,7 +6,8 @@ The core checks before it changes anything, for the admin API and for the policy
 import itertools
 from collections.abc import Collection
 
-from comm_pool.layout import Group, Layout, Mode, Rank, why_unserved
+from comm_pool.layout import Group, Layout, Mode, Rank
+from comm_pool.mixed import Staged
 from coordinator.ranks.roster import Roster
 
 
@@ -15,11 +16,7 @@ def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> 
     wide = [group for group in layout.groups if group.width > 1]
     # Lazily and in order, as the roster may know nothing of an unavailable rank.
     reasons = itertools.chain(
-        [
-            why_unserved(layout),
-            _refuse_narrow(layout, roster),
-            _refuse_ranks(layout, roster, alive),
-        ],
+        [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
         (_refuse_lacking(group, roster) for group in layout.groups),
         (_refuse_group(group, roster) for group in wide),
         (_refuse_drifted(group, roster) for group in wide),
@@ -80,6 +77,13 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
     for rank in group.ranks:
         if not roster.supports(rank, group.width):
             return f"rank {rank} does not support groups {group.width} wide: use another width."
+        if group.mode is Mode.PP:
+            staged = Staged(group.stages, group.tp)
+            if not roster.can_compute(rank, group.width, staged):
+                return (
+                    f"rank {rank} has not prepared {staged}: start the cell with --pipelines "
+                    f"{staged}, or use 'tp{group.width}'."
+                )
         if group.mode not in (Mode.SP, Mode.SHIFT):
             continue
         if not roster.can_compute(rank, group.width, group.mixed or Mode.SP):

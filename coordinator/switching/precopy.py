@@ -74,6 +74,9 @@ class PreCopy:
             return
         if not any(self._moves(group, target) for group in old):
             return
+        groups = (*old, *(each.group for each in target.bindings))
+        if any(group.stages > 1 for group in groups):
+            return  # Their steps overlap, so no round ends at a step's end.
         self._epoch, self._target, self._began_ms = epoch, target, now_ms
         self._granted = dict.fromkeys(old, 0)
         self._done = {rank: (0, 0) for group in old for rank in group.ranks}

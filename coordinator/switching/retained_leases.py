@@ -27,7 +27,7 @@ class _Lease:
 
 
 class RetainedLeases:
-    """The retained lease indices of each group of ranks."""
+    """The retained lease indices of each group, by the key of its lease."""
 
     __slots__ = ("_given_up", "_leases", "_lost_in")
 
@@ -40,7 +40,7 @@ class RetainedLeases:
 
     def on_report(self, leader: Rank, reported: tuple[LeaseRetention, ...]) -> bool:
         """Store what a leader still needs; return whether anything changed."""
-        own = [retention for retention in reported if retention.ranks[:1] == (leader,)]
+        own = [retention for retention in reported if min(retention.ranks) == leader]
         return [self._accept(retention) for retention in own].count(True) > 0
 
     def bind(self, binding: Binding) -> None:
@@ -48,13 +48,13 @@ class RetainedLeases:
         if binding.group.width == 1:
             # A rank alone owns its pages and leases none.
             return
-        lease = self._leases.setdefault(binding.group.ranks, _Lease())
+        lease = self._leases.setdefault(binding.group.lease_key, _Lease())
         lease.is_bound = True
         lease.last_formation = binding.formation
 
     def unbind(self, binding: Binding) -> None:
         """Accept reports of the group's leader again."""
-        if lease := self._leases.get(binding.group.ranks):
+        if lease := self._leases.get(binding.group.lease_key):
             lease.is_bound = False
 
     def drop(self, rank: Rank, epoch: int) -> None:
@@ -81,7 +81,7 @@ class RetainedLeases:
     def know(self, binding: Binding) -> None:
         """Record that these ranks may share a lease: if one is lost, the others must know."""
         if binding.group.width > 1:
-            self._leases.setdefault(binding.group.ranks, _Lease())
+            self._leases.setdefault(binding.group.lease_key, _Lease())
 
     def for_rank(self, rank: Rank) -> tuple[LeaseRetention, ...]:
         """Return what the rank retains, for each group that it is a member of."""

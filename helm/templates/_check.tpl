@@ -62,7 +62,13 @@
 {{- $count := 0 -}}
 {{- range $part := splitList "+" $cell.layout -}}
 {{- if hasPrefix "pp" $part -}}
-{{- fail (printf "config.cell.layout %s has a pipeline group, which no engine runs yet: name another layout." $cell.layout) -}}
+{{- if contains "tp" $part -}}
+{{- fail (printf "config.cell.layout %s has stages of several ranks, which no engine runs yet: name another layout." $cell.layout) -}}
+{{- else if ne (dig "device" "cpu" $cell) "cpu" -}}
+{{- fail (printf "config.cell.layout %s has a pipeline group, which only CPU ranks run yet: name another layout." $cell.layout) -}}
+{{- else if gt (int (dig "weight_parts" 1 $cell)) 1 -}}
+{{- fail (printf "config.cell.layout %s has a pipeline group, which needs all of the weights on each rank: name another layout, or leave out config.cell.weight_parts." $cell.layout) -}}
+{{- end -}}
 {{- end -}}
 {{- $numbers := regexFindAll "[0-9]+" $part -1 -}}
 {{- $width := 1 -}}

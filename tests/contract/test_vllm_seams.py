@@ -43,6 +43,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
 from comm_pool.layout import Mode  # noqa: E402
+from kvadaptor.geometry import Split  # noqa: E402
 from kvadaptor.slot_table import SlotTable  # noqa: E402
 from kvadaptor.translate import translate  # noqa: E402
 from kvadaptor.views import KVBuffer  # noqa: E402
@@ -201,7 +202,7 @@ def test_a_slot_is_the_bytes_that_the_geometry_says(buffer: KVBuffer, k: int) ->
     for slot in range(slots):
         buffer.raw.zero_()
         block = slot_index(buffer.geometry, page, slot, k)
-        buffer.views(k)[f"layer{layer}"][block].fill_(1.0)
+        buffer.views(buffer.config(Split(1, k)))[f"layer{layer}"][block].fill_(1.0)
         touched = (buffer.raw.view(torch.float32) != 0).nonzero().flatten() * 4
         expected = slot_byte_range(buffer.geometry, layer, page, slot, k, buffer.num_pages)
         assert (int(touched.min()), int(touched.max()) + 4) == (expected.start, expected.stop)
@@ -209,10 +210,10 @@ def test_a_slot_is_the_bytes_that_the_geometry_says(buffer: KVBuffer, k: int) ->
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_a_slot_holds_what_the_dp_page_holds_for_its_heads(buffer: KVBuffer, k: int) -> None:
-    dp = buffer.views(1)["layer2"]
+    dp = buffer.views(buffer.config(Split(1, 1)))["layer2"]
     dp.copy_(torch.randn(dp.shape))
     per_rank = buffer.geometry.heads_per_rank(k)
-    narrow = buffer.views(k)["layer2"]
+    narrow = buffer.views(buffer.config(Split(1, k)))["layer2"]
     for slot in range(k):
         block = slot_index(buffer.geometry, 3, slot, k)
         assert torch.equal(narrow[block], dp[3, slot * per_rank : (slot + 1) * per_rank])

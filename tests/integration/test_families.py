@@ -4,7 +4,6 @@ The references are plain vLLM's (tp 1), as the repository keeps them; fp32 must 
 is not served is refused with the reason.
 """
 
-import asyncio
 import json
 import os
 import re
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell, search_path
+from tests.harness.cells.bare_cell import bare_cell, search_path
+from tests.harness.cells.crossed_stream import TOKENS_OF_EACH, TOKENS_OF_THE_LAST, cross
 from tests.harness.cells.servers import MODEL
 from tests.harness.cells.warm import run_module
 from tests.harness.vllm.answers import ENGINE_ARGS, answers
@@ -36,9 +36,6 @@ OFTEN = (
 CROSSING_TOKENS = 700
 """As many as no stream has before it has crossed all layouts; nobody waits for the last of them."""
 CROSSED = ("tp2", "sp2", "dp2")
-TOKENS_OF_EACH = 5
-"""As many come in a layout before the switch to the next one, and more in the last."""
-TOKENS_OF_THE_LAST = 50
 
 
 def cases() -> list[Any]:
@@ -65,40 +62,13 @@ async def test_family(family: Family, tmp_path: Path) -> None:
             streams, scores = await answers(cell, layout, expected.prompts, expected.text)
             expected.check(streams, scores, FP32_TOLERANCE, f"{family.name}, {layout}")
         cell.switch("dp2")
-        moved = await crossed(cell, "moved", expected.prompts[-1], CROSSED, CROSSING_TOKENS)
-        calm = await crossed(cell, "calm", expected.prompts[-1], (), len(moved.tokens))
+        moved = await cross(cell, "moved", expected.prompts[-1], CROSSED, CROSSING_TOKENS)
+        calm = await cross(cell, "calm", expected.prompts[-1], (), len(moved.tokens))
     assert len(moved.tokens) >= len(CROSSED) * TOKENS_OF_EACH + TOKENS_OF_THE_LAST
     assert moved.tokens == calm.tokens
     difference = np.abs(np.subtract(moved.logprobs, calm.logprobs)).max()
     print(f"{family.name}: a stream across {CROSSED} differs by {difference:.2e}")
     assert difference < FP32_TOLERANCE
-
-
-async def crossed(
-    cell: BareCell, name: str, prompt: list[int], layouts: tuple[str, ...], tokens: int
-) -> Stream:
-    """A stream of this many tokens, with switches meanwhile; its client leaves after them."""
-    client = TaskClient()
-    async with client.connected(cell):
-        stream = client.submit(name, prompt, max_tokens=tokens, logprobs=1, ignore_eos=True)
-        for layout in layouts:
-            await more_tokens(stream, TOKENS_OF_EACH)
-            assert not stream.finished, f"it has ended before the switch to {layout}"
-            await asyncio.to_thread(cell.switch, layout)
-        if layouts:
-            await more_tokens(stream, TOKENS_OF_THE_LAST)
-            client.cancel(name)
-        else:
-            await client.finish(name)
-    assert stream.failure is None, stream.failure
-    return stream
-
-
-async def more_tokens(stream: Stream, count: int) -> None:
-    """Wait for this number of further tokens, or the end of the stream."""
-    wanted = len(stream.tokens) + count
-    while len(stream.tokens) < wanted and not stream.finished:
-        await asyncio.sleep(0.002)
 
 
 def test_the_suite_draws_on_known_families() -> None:

@@ -172,10 +172,10 @@ def check_one_leads(
     now_ms = other.host.now_ns() // 1_000_000
     if not (other.runtime.has_tasks and other.participant.may_step(now_ms)):
         return
-    joined = other.runtime.bound_ranks
+    joined = other.runtime.bound_key
     for part in plan.parts:
         task, own = other.runtime.book.get(part.name), leader.runtime.book.get(part.name)
-        if task is None or own is None or task.group.ranks != joined:
+        if task is None or own is None or task.group.lease_key != joined:
             continue
         client = gateways[task.header.gateway].open.get(part.name)
         check(

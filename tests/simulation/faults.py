@@ -227,7 +227,7 @@ class Faults:
 
     def _crash_member(self, world: "World") -> None:
         """Let any member of a group whose leader has tasks crash."""
-        groups = [each.runtime.bound_ranks for each in world.alive if each.runtime.has_tasks]
+        groups = [each.runtime.bound_key for each in world.alive if each.runtime.has_tasks]
         if groups:
             self._crash(world, self._memory.choice(self._memory.choice(groups)))
 

@@ -36,7 +36,7 @@ from worker.rank.engine import EngineMode, LeaseIndices
 from worker.rank.events import Effect as RankEffect
 from worker.rank.events import Event as RankEvent
 from worker.rank.inflight_step import InflightStep
-from worker.rank.leases import Leases, Ranks
+from worker.rank.leases import Key, Leases
 from worker.rank.migration import copy_rounds
 from worker.rank.migration.copy_rounds import CopyRounds, PreparedMigration
 from worker.rank.migration.migration import Migration
@@ -241,8 +241,8 @@ def _counts_always(self: Steps, step: InflightStep) -> bool:
     return True
 
 
-def _tells_nobody(self: Leases, ranks: Ranks) -> bool:
-    return self.keep_only(ranks, ())
+def _tells_nobody(self: Leases, key: Key) -> bool:
+    return self.keep_only(key, ())
 
 
 def _goes_on_without_news(self: Migration, pending: PreparedMigration) -> None:

@@ -324,8 +324,8 @@ class SimEngine(FakeEngine):
             step_times=(),
         )
 
-    def select(self, width: int, formation: int = 0) -> SimMode:
-        mode = super().select(width, formation)
+    def select(self, width: int, formation: int = 0, stages: int = 1) -> SimMode:
+        mode = super().select(width, formation, stages)
         assert isinstance(mode, SimMode)
         mode.select()
         return mode

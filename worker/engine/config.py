@@ -42,6 +42,7 @@ from coordinator.protocol.model_support import (
     quantized_kv_refusal,
     refusal,
 )
+from kvadaptor.geometry import Split
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -213,6 +214,16 @@ class ModeKey:
     mode: Mode
     width: int
 
+    @property
+    def stages(self) -> int:
+        """The pipeline stages of its groups; 1 if they are no pipeline groups."""
+        return self.width if self.mode is Mode.PP else 1
+
+    @property
+    def split(self) -> Split:
+        """How its groups divide KV."""
+        return Split(self.stages, self.width // self.stages)
+
     def __str__(self) -> str:
         return f"{self.mode}{self.width}"
 
@@ -257,9 +268,11 @@ def mode_config(
     """
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
-    config.parallel_config.tensor_parallel_size = key.width
+    tp = key.width // key.stages
+    config.parallel_config.tensor_parallel_size = tp
+    config.parallel_config.pipeline_parallel_size = key.stages
     # A rank's share of experts is a range of whole experts (worker/engine/weights/moe.py).
-    config.parallel_config.enable_expert_parallel = key.width > 1 and base.model_config.is_moe
+    config.parallel_config.enable_expert_parallel = tp > 1 and base.model_config.is_moe
     config.cache_config = copy.copy(base.cache_config)
     config.cache_config.kv_cache_layout = layout
     config.compilation_config = copy.copy(base.compilation_config)

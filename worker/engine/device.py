@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
+from comm_pool.cpu.stage_link import StageLinks
 from comm_pool.layout import StepMode
 
 log = structlog.get_logger()
@@ -128,10 +129,12 @@ def make_runner(
     device: torch.device,
     trees: Mapping[StepMode, nn.Module],
     borrowing: Collection[StepMode] = (),
+    links: StageLinks | None = None,
 ) -> Any:
     """Return the runner of one width: model runner V2 on CUDA, V1 on CPU, with one interface.
 
-    Steps in the modes `borrowing` read weights from peers.
+    Steps in the modes `borrowing` read weights from peers. `links` are those of a pipeline stage,
+    which only CPU ranks have.
     """
     if device.type == "cuda":
         from worker.engine.runners.gpu import GpuModeRunner
@@ -139,7 +142,7 @@ def make_runner(
         return GpuModeRunner(config, device, trees, borrowing)
     from worker.engine.runners.cpu import ModeRunner
 
-    return ModeRunner(config, device, trees)
+    return ModeRunner(config, device, trees, links)
 
 
 def used_bytes(device: torch.device) -> int:

@@ -68,6 +68,11 @@ class PreparedMode:
         return self.key.width
 
     @property
+    def stages(self) -> int:
+        """The pipeline stages of its groups; 1 if they are no pipeline groups."""
+        return self.key.stages
+
+    @property
     def ranks(self) -> tuple[Rank, ...]:
         """The members of this rank's group of that width."""
         return self.communicator.ranks
@@ -86,6 +91,8 @@ class PreparedMode:
     def mode_of_step(self, group: Group, tokens: int) -> StepMode:
         """Return the mode in which a group of this width computes a step of `tokens` tokens."""
         shared = group.mixed or Mode.SP
+        if self.stages > 1:
+            return group.step_modes[0]
         if group.mode is not Mode.SHIFT:
             return shared if group.mode is Mode.SP else group.mode
         start = self._from_tokens.get(shared)
@@ -103,7 +110,7 @@ class PreparedMode:
     def plan_step(self, group: Group, settle: Callable[[], None]) -> StepPlan:
         """Schedule the group's next step, in the mode that suits its size; see `ModeScheduler`."""
         assert self.scheduler is not None
-        plan = self.scheduler.plan_step(settle, self.pace_tokens(group))
+        plan = self.scheduler.plan_step(settle, self.pace_tokens(group), self.stages)
         plan.mode = self.mode_of_step(group, plan.tokens)
         return plan
 

@@ -66,6 +66,13 @@ def settle_environment() -> None:
     envs.enable_envs_cache()
 
 
+def _keys_of(spec: RankSpec) -> tuple[ModeKey, ...]:
+    """Return dp and tp of every further width, ascending, then the pipeline groups."""
+    widths, pipelines = modes_widths(spec), spec.pipelines
+    plain = (ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in widths)
+    return (*plain, *(ModeKey(Mode.PP, each.width) for each in pipelines))
+
+
 class RankEngine:
     """A rank's replica, KV buffer, page accounting and prepared modes."""
 
@@ -90,11 +97,11 @@ class RankEngine:
             memory=spec.memory,
             rehearses=spec.joins,
         )
+        for staged in spec.pipelines:
+            self.communicators.connect_stages(staged)
         notes.note("communicators")
         progress("weights", 0, 1)
-        self.keys = tuple(
-            ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in modes_widths(spec)
-        )
+        self.keys = _keys_of(spec)
         borrows = spec.parts > 1 and spec.borrow != "none"
         configs = {
             key: mode_config(base, key, LAYOUT.name, borrows=borrows and key.width == 1)
@@ -145,11 +152,12 @@ class RankEngine:
     def _build_runner(
         self, config: VllmConfig, key: ModeKey, trees: dict[StepMode, nn.Module]
     ) -> Any:
-        activate(self.communicators.of_width(key.width))
+        communicator = self.communicators.of_width(key.width, key.stages)
+        activate(communicator)
         before = used_bytes(self.device)
         with set_current_vllm_config(config):
             modes = frozenset() if self.borrowing is None else self.borrowing.modes
-            runner = make_runner(config, self.device, trees, modes)
+            runner = make_runner(config, self.device, trees, modes, communicator.links)
         self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
         return runner
 
@@ -165,7 +173,7 @@ class RankEngine:
         expected: list[tuple[int, int]] = []
         for done, key in enumerate(self.keys):
             progress("graph trial", done, len(self.keys))
-            communicator = self.communicators.of_width(key.width)
+            communicator = self.communicators.of_width(key.width, key.stages)
             activate(communicator)
             communicator.group.barrier()
             with set_current_vllm_config(configs[key]):
@@ -259,28 +267,32 @@ class RankEngine:
         runner: Any,
         structured: StructuredOutputManager,
     ) -> PreparedMode:
-        communicator = self.communicators.of_width(key.width)
+        communicator = self.communicators.of_width(key.width, key.stages)
         activate(communicator)
-        kv_config = self.kv.config(key.width)
-        config.cache_config.num_gpu_blocks = kv_config.num_blocks
-        slots = self.kv.geometry.slots_per_page(key.width)
+        logical = self.kv.logical_config(key.split)
+        config.cache_config.num_gpu_blocks = logical.num_blocks
+        page = self.kv.geometry.slots(key.split)
+        slots, place = page.count, communicator.rank_in_group
         with set_current_vllm_config(config):
             if runner is not None:
-                runner.adopt_kv(kv_config, self.kv, key.width)
+                runner.adopt_kv(self.kv.config(key.split, place), self.kv, key.width)
             scheduler = None
-            if communicator.rank_in_group == 0:
+            if place == 0:
                 asynchronous = config.scheduler_config.async_scheduling
                 kind = AsyncModeScheduler if asynchronous else ModeScheduler
-                scheduler = kind(config, kv_config, structured, slots)
-        table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
+                scheduler = kind(config, logical, structured, slots)
+        table = SlotTable(self.kv.num_pages, slots, page) if key.width > 1 else None
         times = StepTimes(key.width, {})
         mode = PreparedMode(
             key, communicator, runner, table, scheduler, config, times, self.borrowing, self.host
         )
-        if self.lost is not None:
+        if key.stages > 1:
+            # Its blocks are those of layers, which neither host pages nor directories have.
+            mode.host = None
+        elif self.lost is not None:
             mode.lost = self.lost
             mode.directory = self.lost.directory_of(communicator.ranks)
-        if scheduler is not None:
+        if scheduler is not None and key.stages == 1:
             self._connect(scheduler, mode, slots)
         return mode
 
@@ -352,7 +364,7 @@ class RankEngine:
         floor_us = {} if known is not None else self._measure_floors()
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
-            self.select(key.width)
+            self.select(key.width, stages=key.stages)
             mode.communicator.group.barrier()
             with set_current_vllm_config(mode.config):
                 self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
@@ -362,13 +374,13 @@ class RankEngine:
                 if known is None:
                     mode.calibrate(measure_steps(mode.runner, key.width, self.device, floor_us))
                 else:
-                    mode.calibrate(known.times[key.width])
+                    mode.calibrate(known.times[str(key)])
             if known is None or key.width == 1:
                 self._probe(mode)
         if known is not None:
             self.probed = {**known.probed, **self.probed}
         elif spec.memory is not None:
-            times = {key.width: mode.times for key, mode in self.modes.items()}
+            times = {str(key): mode.times for key, mode in self.modes.items()}
             whole = 0 if self.borrowing is None else self.borrowing.whole_layers
             StartupMeasurements(times, self.probed, whole).store(spec.memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
@@ -404,13 +416,14 @@ class RankEngine:
 
     # ------------------------------------------------------------------ serving
 
-    def of_width(self, width: int) -> PreparedMode:
-        """Return the prepared mode for groups of this width, in any mode."""
-        return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
+    def of_width(self, width: int, stages: int = 1) -> PreparedMode:
+        """Return the prepared mode for groups of this width and number of pipeline stages."""
+        narrow = Mode.DP if width == 1 else Mode.TP
+        return self.modes[ModeKey(Mode.PP if stages > 1 else narrow, width)]
 
-    def select(self, width: int, formation: int = 0) -> PreparedMode:
-        """Make vLLM's layers in this process compute in this width, for a formation."""
-        mode = self.of_width(width)
+    def select(self, width: int, formation: int = 0, stages: int = 1) -> PreparedMode:
+        """Make vLLM's layers in this process compute in such groups, for a formation."""
+        mode = self.of_width(width, stages)
         self.communicators.enter(formation)
         activate(mode.communicator)
         return mode
@@ -452,7 +465,12 @@ class RankEngine:
 
     def step_times(self) -> tuple[StepTimes, ...]:
         """Return the start-up measurements, by width."""
-        return tuple(mode.times for mode in self.modes.values() if mode.times.curves)
+        of_width: dict[int, StepTimes] = {}
+        for mode in self.modes.values():
+            if mode.times.curves:
+                known = of_width.get(mode.width)
+                of_width[mode.width] = mode.times if known is None else known.plus(mode.times)
+        return tuple(of_width.values())
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
         """Return the gauges in which a leak would show, and what vLLM's schedulers counted."""

@@ -19,9 +19,9 @@ Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
 
 @dataclass(frozen=True, slots=True)
 class StartupMeasurements:
-    """Step times by width, all probes, and the number of whole layers."""
+    """Step times by prepared mode, all probes, and the number of whole layers."""
 
-    times: Mapping[int, StepTimes]
+    times: Mapping[str, StepTimes]
     probed: Probes
     whole_layers: int = 0
     """Layers of which the rank holds all parts, which all ranks have decided together."""

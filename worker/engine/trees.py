@@ -18,7 +18,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from comm_pool.cpu.cell_memory import CellMemoryError
 from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
-from comm_pool.mixed import shape_of_parts
+from comm_pool.mixed import Staged, shape_of_parts
 from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.views import LAYOUT
 from worker.engine.config import ModeKey, mode_config
@@ -39,6 +39,7 @@ from worker.engine.weights.rope import fuse_rope
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.silu import plug_silu
 from worker.engine.weights.tree import (
+    build_stage_tree,
     build_tp_tree,
     foreign_bytes,
     load_replica,
@@ -210,7 +211,7 @@ class TreeBuilder:
 
     def trees(self, replica: nn.Module, progress: Callable[[int, int], None]) -> Trees:
         """Build all trees, the replica first; `progress` is called with (done, total)."""
-        wider = [key for key in self.keys if key.width > 1]
+        wider = [key for key in self.keys if key.width > 1 and key.stages == 1]
         alone = self._borrowing_tree(replica) if self.borrows else replica
         made: Trees = {key: {key.mode: alone} for key in self.keys if key.width == 1}
         for done, key in enumerate(wider):
@@ -220,7 +221,11 @@ class TreeBuilder:
             self._require_views(str(key), tree, replica)
             made[key] = {key.mode: tree}
         progress(len(wider), max(1, len(wider)))
-        fused = sum(fuse_rope(made[key][key.mode], self.configs[key]) for key in self.keys)
+        for key in self.keys:
+            if key.stages > 1:
+                made[key] = {Staged(key.stages): self._stage_tree(key, replica)}
+        firsts = ((next(iter(made[key].values())), self.configs[key]) for key in self.keys)
+        fused = sum(fuse_rope(tree, config) for tree, config in firsts)
         for key in wider:
             self._add_sp(made[key], key, replica, alone)
         gates = sum(
@@ -241,6 +246,16 @@ class TreeBuilder:
                 config, replica, shards=self.spec.widest, width=width, rank_in_group=place
             )
             self._prove(tree, replica, width, place)
+        return tree
+
+    def _stage_tree(self, key: ModeKey, replica: nn.Module) -> nn.Module:
+        """Build the tree of this rank's pipeline stage: layers of the replica, and nothing else."""
+        config = self.configs[key]
+        activate(self.communicators.of_width(key.width, key.stages))
+        with set_current_vllm_config(config):
+            tree = build_stage_tree(config, replica, shards=self.spec.widest)
+            self._prove(tree, replica, 1, 0)
+        self._require_views(str(key), tree, replica)
         return tree
 
     def _prove(self, tree: nn.Module, replica: nn.Module, width: int, place: int) -> None:
@@ -308,7 +323,8 @@ class TreeBuilder:
 
         Ranks that hold parts of the weights have no replica, and one that joins has no group yet.
         """
-        first, wider = self.keys[0], [key for key in self.keys if key.width > 1]
+        first = self.keys[0]
+        wider = [key for key in self.keys if key.width > 1 and key.stages == 1]
         if self.spec.parts > 1 or self.communicators.rehearses or not can_prove(self.base):
             return
         if not wider or first.width > 1:

@@ -393,7 +393,8 @@ def _next_ended() -> tuple[int, int] | None:
 
 def memory_of(config: Config) -> CellMemory:
     """Make the memory that the ranks of a cell share; call it before they are forked."""
-    return cell_memory(config.cell.ranks, config.cell.widths, config.mixed_groups())
+    cell, pipelines = config.cell, config.pipeline_groups()
+    return cell_memory(cell.ranks, cell.widths, config.mixed_groups(), pipelines)
 
 
 def probe(config: Config) -> int:

@@ -334,7 +334,7 @@ class RankCore:
                 yield from self._leave(move)
             case Join(binding=binding, directive=directive):
                 yield move
-                self._leases.formed(binding.group.ranks, directive)
+                self._leases.formed(binding.group.lease_key, directive)
             case Serve(binding=binding, directive=directive):
                 if binding.group.leader == self._rank:
                     yield from self._serve(move)
@@ -360,7 +360,7 @@ class RankCore:
     def _leave(self, move: Leave) -> Procedure[None]:
         if move.is_leader:
             # Tasks that keep their KV are parked in their state after the in-flight step.
-            if move.group_lost or move.carry not in KEEPING:
+            if move.group_lost or move.carry not in KEEPING or self._steps.has_planned:
                 yield from self._guarded(FinishStep())
         else:
             while (yield from self._follow(0.0)):
@@ -379,7 +379,7 @@ class RankCore:
 
     def _share(self, directive: Directive) -> None:
         if (binding := directive.target.binding_of(self._rank)) is not None:
-            self._leases.formed(binding.group.ranks, directive)
+            self._leases.formed(binding.group.lease_key, directive)
 
     def _after(self, move: Move) -> Procedure[None]:
         self._leases.made(move, self.participant)

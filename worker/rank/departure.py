@@ -78,7 +78,7 @@ class Departure:
         if not (is_moved and engine.holds_steps) or is_deferred:
             return False
         mode = self._runtime.selected
-        if steps.has_inflight or mode is None or mode.scheduler is None:
+        if steps.has_inflight or mode is None or mode.scheduler is None or mode.stages > 1:
             return False
         return self._decodes_only and mode.scheduler.reads_no_prompt
 

@@ -74,6 +74,10 @@ class Plan(PlannedStep, Protocol):
         """Whether the step computes nothing; it then lists ended tasks for the followers."""
 
     @property
+    def is_void(self) -> bool:
+        """Whether it computes nothing and lists no ended task: nobody has to know of it."""
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether some task computes more than its last token, so its first one may come out."""
 
@@ -138,6 +142,10 @@ class EngineScheduler(Protocol):
     @property
     def reads_no_prompt(self) -> bool:
         """Whether the next step computes just the last token of each running task."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a step to plan while others are in flight: in pipeline groups."""
 
     @property
     def frees_after_step(self) -> bool:
@@ -239,6 +247,10 @@ class EngineMode(Protocol):
     @property
     def width(self) -> int:
         """The members of its groups."""
+
+    @property
+    def stages(self) -> int:
+        """The pipeline stages of its groups; 1 if they are no pipeline groups."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -411,11 +423,11 @@ class Engine(Protocol):
     def gauges(self) -> tuple[tuple[str, int], ...]:
         """Return the gauges in which a leak would show, and the schedulers' totals."""
 
-    def of_width(self, width: int) -> EngineMode:
-        """Return the prepared mode for groups of this width."""
+    def of_width(self, width: int, stages: int = 1) -> EngineMode:
+        """Return the prepared mode for groups of this width and number of pipeline stages."""
 
-    def select(self, width: int, formation: int = 0) -> EngineMode:
-        """Make steps compute in this width, for a formation, from now on."""
+    def select(self, width: int, formation: int = 0, stages: int = 1) -> EngineMode:
+        """Make steps compute in such groups, for a formation, from now on."""
 
     def done(self) -> Callable[[], bool]:
         """Return a query for whether the device has done all that was launched until now."""

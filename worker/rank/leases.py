@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from comm_pool.layout import Group, Mode, Rank
+from comm_pool.layout import Group, Mode, Rank, group_of
 from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.switch_actions import Leave, Move, Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
@@ -27,21 +27,22 @@ RESCUE_S = 2.0
 VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow across restarts of a leader: its incarnation is their high part."""
 
-Ranks = tuple[Rank, ...]
+Key = tuple[Rank, ...]
+"""The key of a group's lease: its members (`Group.lease_key`)."""
 
 
 class LeaseUse(Protocol):
     """The leases that a migration relies on."""
 
     @property
-    def published_ranks(self) -> Ranks:
+    def published_key(self) -> Key:
         """The group whose published pages must stay as they are; empty if there is none."""
 
     @property
-    def goal(self) -> Ranks:
+    def goal(self) -> Key:
         """The group that this rank may join next; empty if there is none."""
 
-    def gave_up(self, ranks: Ranks) -> None:
+    def gave_up(self, key: Key) -> None:
         """Note that pages of a group were given up."""
 
 
@@ -61,8 +62,11 @@ class LeaseOwner(Protocol):
         """The migration of this rank."""
 
     @property
-    def bound_ranks(self) -> Ranks:
+    def bound_key(self) -> Key:
         """The joined group; empty if there is none."""
+
+    def mode_of(self, group: Group) -> EngineMode:
+        """Return the mode prepared for a group of this rank."""
 
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = ...
@@ -74,28 +78,28 @@ class LeaseMembers:
     """The incarnations of each group's members when the group was last formed."""
 
     def __init__(self) -> None:
-        self._members: dict[Ranks, tuple[int | None, ...]] = {}
+        self._members: dict[Key, tuple[int | None, ...]] = {}
 
-    def formed(self, ranks: Ranks, present: Mapping[Rank, int]) -> None:
+    def formed(self, key: Key, present: Mapping[Rank, int]) -> None:
         """Record the current members of a group that leases pages or is about to."""
-        self._members[ranks] = tuple(present.get(rank) for rank in ranks)
+        self._members[key] = tuple(present.get(rank) for rank in key)
 
-    def of(self, ranks: Ranks) -> tuple[int, ...]:
+    def of(self, key: Key) -> tuple[int, ...]:
         """Return the incarnations of a group's members when it was formed; 0 where unknown."""
-        return tuple(each or 0 for each in self._members.get(ranks, (None,) * len(ranks)))
+        return tuple(each or 0 for each in self._members.get(key, (None,) * len(key)))
 
-    def take_lost(self, present: Mapping[Rank, int], whole: Collection[Ranks]) -> list[Ranks]:
+    def take_lost(self, present: Mapping[Rank, int], whole: Collection[Key]) -> list[Key]:
         """Return, once, the groups that lack a member; a later call checks those in `whole`.
 
         `whole` holds the bound group and the group that a migration may lead to.
         """
         lost = [
-            ranks
-            for ranks, members in self._members.items()
-            if ranks not in whole and members != tuple(present.get(rank) for rank in ranks)
+            key
+            for key, members in self._members.items()
+            if key not in whole and members != tuple(present.get(rank) for rank in key)
         ]
-        for ranks in lost:
-            del self._members[ranks]
+        for key in lost:
+            del self._members[key]
         return lost
 
 
@@ -103,34 +107,34 @@ class Leases:
     """The leases of all groups of this rank; pages in use are freed after the next action."""
 
     def __init__(self, runtime: LeaseOwner, incarnation: int) -> None:
-        self.retentions: dict[Ranks, LeaseRetention] = {}
+        self.retentions: dict[Key, LeaseRetention] = {}
         """What the parked tasks that this rank leads hold of each wide group's lease."""
         self._runtime = runtime
         self._version = incarnation * VERSIONS_PER_INCARNATION
-        self._applied: dict[Ranks, tuple[int, int]] = {}
+        self._applied: dict[Key, tuple[int, int]] = {}
         """The newest (formation, version) that each lease was changed by."""
-        self._formations: dict[Ranks, int] = {}
+        self._formations: dict[Key, int] = {}
         """The last formation of each group."""
-        self._moved_in: dict[Ranks, tuple[int, ...]] = {}
+        self._moved_in: dict[Key, tuple[int, ...]] = {}
         """Lease indices that hold migrated tasks of a group, until the group begins."""
         self._sharers = LeaseMembers()
         self._present: dict[Rank, int] = {}
         """The processes of the cell, by the last directive."""
-        self._rescues: dict[Ranks, tuple[int, LeaseIndices]] = {}
+        self._rescues: dict[Key, tuple[int, LeaseIndices]] = {}
         """Until when, in nanoseconds, which pages of lost groups stay for those who read them."""
 
     # ------------------------------------------------------------------ groups come and go
 
     def joined(self, binding: Binding) -> None:
         """Note that the rank joined a group."""
-        self._formations[binding.group.ranks] = binding.formation
+        self._formations[binding.group.lease_key] = binding.formation
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
         """Note that a migration has leased these indices to a group about to be joined."""
-        ranks = binding.group.ranks
-        self._formations[ranks] = binding.formation
-        self._moved_in[ranks] = tuple(indices.tolist())
-        self._applied[ranks] = (binding.formation, -1)
+        key = binding.group.lease_key
+        self._formations[key] = binding.formation
+        self._moved_in[key] = tuple(indices.tolist())
+        self._applied[key] = (binding.formation, -1)
 
     def not_joined(self) -> None:
         """Drop the preparation for a group that is not joined; its leader retains pages."""
@@ -146,14 +150,14 @@ class Leases:
             self._publish(mode, binding)
             return pool.own_pages()
         assert mode.table is not None
-        self.end_rescue(group.ranks)
-        indices = (*indices, *self._moved_in.pop(group.ranks, ()))
-        is_held = set(indices) <= set(pool.lease_indices(group.ranks).tolist())
+        self.end_rescue(group.lease_key)
+        indices = (*indices, *self._moved_in.pop(group.lease_key, ()))
+        is_held = set(indices) <= set(pool.lease_indices(group.lease_key).tolist())
         assert is_held, "tasks hold pages that this rank has given up."
-        self.keep_only(group.ranks, indices)
-        mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
+        self.keep_only(group.lease_key, indices)
+        mode.table.map(*pool.lease_pages(group.lease_key, grant_pages))
         self._publish(mode, binding)
-        return pool.lease_indices(group.ranks)
+        return pool.lease_indices(group.lease_key)
 
     def _publish(self, mode: EngineMode, binding: Binding) -> None:
         """Let the group's directory tell where this rank has its blocks, and no other."""
@@ -164,26 +168,26 @@ class Leases:
         if (directory := mode.directory) is None:
             return
         if mode.is_leader:
-            directory.begin(binding.formation, self._sharers.of(binding.group.ranks))
+            directory.begin(binding.formation, self._sharers.of(binding.group.lease_key))
         slots = mode.table.all_slots() if mode.table is not None else None
         directory.keep(engine.spec.rank, binding.formation, slots)
 
     def began(self, binding: Binding, version: int) -> None:
         """Note that retentions up to this version are obsolete, as the group has begun."""
-        self._applied[binding.group.ranks] = (binding.formation, version)
+        self._applied[binding.group.lease_key] = (binding.formation, version)
 
     def withdraw(self, group: Group) -> None:
         """Release pages of a parked group that no task holds; a wide group publishes the rest."""
-        mode, pool = self._runtime.engine.of_width(group.width), self._runtime.engine.pages
+        mode, pool = self._runtime.mode_of(group), self._runtime.engine.pages
         assert mode.scheduler is not None, "this rank does not lead the group."
         held = mode.scheduler.withdraw()
         if group.mode is Mode.DP:
             pool.return_own(without(pool.own_pages(), held))
             return
         self._version += 1
-        formation, indices = self._formations[group.ranks], tuple(held.tolist())
-        self.retentions[group.ranks] = LeaseRetention(
-            group.ranks, self._version, indices, formation
+        formation, indices = self._formations[group.lease_key], tuple(held.tolist())
+        self.retentions[group.lease_key] = LeaseRetention(
+            group.lease_key, self._version, indices, formation
         )
 
     # ------------------------------------------------------------------ pages are given up
@@ -197,92 +201,93 @@ class Leases:
             # An old retention does not cover pages leased since; a published manifest must stay
             # true.
             is_old = self._applied.get(each.ranks, (-1, -1)) >= order
-            in_use = runtime.bound_ranks, migration.published_ranks, migration.goal
+            in_use = runtime.bound_key, migration.published_key, migration.goal
             if is_old or each.ranks in in_use:
                 continue
             self._applied[each.ranks] = order
             changed |= self.keep_only(each.ranks, each.indices)
         return changed
 
-    def keep_only(self, ranks: Ranks, indices: Sequence[int]) -> bool:
+    def keep_only(self, key: Key, indices: Sequence[int]) -> bool:
         """Free all other pages of a group's lease; return whether there were any.
 
         Those with KV that others may read for the tasks of a lost group are freed by `look`.
         """
         runtime = self._runtime
         pool = runtime.engine.pages
-        leased = pool.lease_indices(ranks)
+        leased = pool.lease_indices(key)
         dropped = without(leased, np.array(indices, dtype=np.int64))
         if not dropped.size:
             return False
-        runtime.migration.gave_up(ranks)
-        mode = runtime.engine.of_width(len(ranks))
-        assert mode.ranks == ranks and mode.table is not None
+        runtime.migration.gave_up(key)
+        group = group_of(key)
+        mode = runtime.mode_of(group)
+        assert mode.ranks == group.ranks and mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
             # A member's share of these pages is lost, so their tasks are recomputed.
-            runtime.give_up(Group(mode.ranks, Mode.TP), lost, ReturnCause.RECOMPUTE)
-        self._free(ranks, without(dropped, self._rescued(mode, dropped)))
+            runtime.give_up(group, lost, ReturnCause.RECOMPUTE)
+        self._free(key, without(dropped, self._rescued(key, mode, dropped)))
         return True
 
-    def _free(self, ranks: Ranks, indices: LeaseIndices) -> None:
+    def _free(self, key: Key, indices: LeaseIndices) -> None:
         """Free the pages of these lease indices of a group."""
         if not indices.size:
             return
         engine = self._runtime.engine
-        mode, pool = engine.of_width(len(ranks)), engine.pages
+        mode, pool = self._runtime.mode_of(group_of(key)), engine.pages
         assert mode.table is not None
         if mode.directory is not None:
             # A migration may have filled the pages of several indices in another order.
-            leased, pages = pool.lease_of(ranks)
+            leased, pages = pool.lease_of(key)
             freed = pages[np.isin(leased, indices)]
             mode.directory.give_up_pages(engine.spec.rank, freed)
         mode.table.unmap(indices)
-        pool.keep_only(ranks, without(pool.lease_indices(ranks), indices).tolist())
+        pool.keep_only(key, without(pool.lease_indices(key), indices).tolist())
 
-    def _rescued(self, mode: EngineMode, dropped: LeaseIndices) -> LeaseIndices:
+    def _rescued(self, key: Key, mode: EngineMode, dropped: LeaseIndices) -> LeaseIndices:
         """Return which of these pages of a lease stay for now: a lost group's tasks need them.
 
         Other groups have to find room for what is in them.
         """
-        ranks, directory = mode.ranks, mode.directory
-        if directory is None or not self._is_lost(ranks) or not directory.formation:
-            self.end_rescue(ranks)
+        directory = mode.directory
+        if directory is None or not self._is_lost(key) or not directory.formation:
+            self.end_rescue(key)
             return dropped[:0]
         now_ns = self._runtime.host.now_ns()
-        due_ns, _ = self._rescues.get(ranks, (now_ns + int(RESCUE_S * 1e9), dropped))
-        engine, k = self._runtime.engine, len(ranks)
-        indices, pages = engine.pages.lease_of(ranks)
+        due_ns, _ = self._rescues.get(key, (now_ns + int(RESCUE_S * 1e9), dropped))
+        engine, k = self._runtime.engine, len(key)
+        indices, pages = engine.pages.lease_of(key)
         is_held = np.isin(pages, directory.held_pages(engine.spec.rank))
         held = np.intersect1d(indices[is_held], dropped)
         # All k members have n such pages; the others' free pages must hold these k·n.
         rescued = held[: (k - 1) * engine.pages.counts().total // (2 * k - 1)]
-        self._rescues[ranks] = due_ns, rescued
+        self._rescues[key] = due_ns, rescued
         return rescued
 
-    def _is_lost(self, ranks: Ranks) -> bool:
+    def _is_lost(self, key: Key) -> bool:
         """Return whether the group's last formation was aborted, or lacks a process by now."""
-        formation = self._formations.get(ranks, 0)
-        if self._runtime.engine.communicators.is_aborted(ranks, formation):
+        formation = self._formations.get(key, 0)
+        if self._runtime.engine.communicators.is_aborted(key, formation):
             return True
-        return self._sharers.of(ranks) != tuple(self._present.get(rank, 0) for rank in ranks)
+        return self._sharers.of(key) != tuple(self._present.get(rank, 0) for rank in key)
 
     def look(self) -> None:
         """Free the pages of lost groups that have stayed long enough."""
         if self._rescues:
             now_ns = self._runtime.host.now_ns()
-            for ranks in [ranks for ranks, each in self._rescues.items() if each[0] <= now_ns]:
-                self.end_rescue(ranks)
+            for key in [key for key, each in self._rescues.items() if each[0] <= now_ns]:
+                self.end_rescue(key)
 
-    def end_rescue(self, ranks: Ranks) -> None:
+    def end_rescue(self, key: Key) -> None:
         """Free what stayed of a lost group: nobody continues its tasks from here any more."""
-        if (rescue := self._rescues.pop(ranks, None)) is not None:
-            self._free(ranks, rescue[1])
+        if (rescue := self._rescues.pop(key, None)) is not None:
+            self._free(key, rescue[1])
 
     # ------------------------------------------------------------------ directives
 
-    def formed(self, ranks: Ranks, directive: Directive) -> None:
+    def formed(self, key: Key, directive: Directive) -> None:
         """Record the members, as in this directive, of a group that leases pages or is about to."""
-        self._sharers.formed(ranks, dict(directive.members))
+        self._sharers.formed(key, dict(directive.members))
 
     def hear(self, directive: Directive, participant: SwitchParticipant) -> bool:
         """Free pages that no leader needs or whose lease lost a member; return whether any were."""
@@ -293,20 +298,20 @@ class Leases:
             [each for each in directive.retentions if participant.rank in each.ranks]
         )
         if participant.wanted is directive and directive.stage.epoch > 0:
-            bound = participant.binding.group.ranks if participant.binding is not None else ()
+            bound = participant.binding.group.lease_key if participant.binding is not None else ()
             whole = bound, self._runtime.migration.goal
-            for ranks in self._sharers.take_lost(dict(directive.members), whole):
-                changed |= self._lose(ranks)
+            for key in self._sharers.take_lost(dict(directive.members), whole):
+                changed |= self._lose(key)
         return changed
 
-    def _lose(self, ranks: Ranks) -> bool:
+    def _lose(self, key: Key) -> bool:
         """Free all pages of a lease that lost a member; return whether there were any.
 
         Members that were only out of reach know of no loss, so a leader tells them, too.
         """
-        changed = self.keep_only(ranks, ())
-        if changed and ranks[0] == self._runtime.engine.spec.rank and len(ranks) > 1:
-            self.withdraw(Group(ranks, Mode.TP))
+        changed = self.keep_only(key, ())
+        if changed and min(key) == self._runtime.engine.spec.rank:
+            self.withdraw(group_of(key))
         return changed
 
     def made(self, move: Move, participant: SwitchParticipant) -> None:

@@ -148,7 +148,7 @@ def hello_of(
                 led.group,
                 led.emitted,
                 is_paused(led, runtime, participant),
-                participant.is_moving and led.group.ranks == runtime.migration.ranks,
+                participant.is_moving and led.group.lease_key == runtime.migration.key,
             )
             for led in runtime.book
             if led.attempt > drops.get(led.header.task, -1)
@@ -177,6 +177,6 @@ def _whole_layers(engine: Engine, facts: EngineFacts) -> int:
 
 def is_paused(led: LedTask, runtime: GroupRuntime, participant: SwitchParticipant) -> bool:
     """Return whether a task waits for its group to form again: neither served nor migrating."""
-    ranks = led.group.ranks
-    is_bound = participant.binding is not None and ranks == participant.binding.group.ranks
-    return not is_bound and ranks != runtime.migration.ranks
+    key = led.group.lease_key
+    is_bound = participant.binding is not None and key == participant.binding.group.lease_key
+    return not is_bound and key != runtime.migration.key

@@ -64,7 +64,7 @@ class GroupRuntime:
 
     def mode_of(self, group: Group) -> EngineMode:
         """Return the mode prepared for a group of this rank."""
-        return self.engine.of_width(group.width)
+        return self.engine.of_width(group.width, group.stages)
 
     def _led(self, group: Group) -> EngineScheduler:
         scheduler = self.mode_of(group).scheduler
@@ -74,7 +74,8 @@ class GroupRuntime:
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
         self.steps.run_deferred()  # A deferred step belongs to the mode selected so far.
-        self._mode = self.engine.select(binding.group.width, binding.formation)
+        group = binding.group
+        self._mode = self.engine.select(group.width, binding.formation, group.stages)
         self._binding = binding
         self.leases.joined(binding)
         self.migration.joined()
@@ -106,7 +107,7 @@ class GroupRuntime:
     def _send_leave(self, leave: Leave) -> None:
         binding, group, is_lost = leave.binding, leave.binding.group, leave.group_lost
         wait_s = 0.0 if is_lost else LEADER_SEND_LIMIT_S
-        retention = self.leases.retentions.get(group.ranks)
+        retention = self.leases.retentions.get(group.lease_key)
         has_withdrawn = is_lost or leave.carry is not Carry.RESHARD
         indices = retention.indices if has_withdrawn and retention is not None else None
         try:
@@ -120,16 +121,16 @@ class GroupRuntime:
         if indices is not None:
             # The followers do the same: the next grant counts the pages that each member has free
             # after it left.
-            self.leases.keep_only(group.ranks, indices)
+            self.leases.keep_only(group.lease_key, indices)
 
     def serve(self, binding: Binding, indices: tuple[int, ...], grant_pages: int) -> None:
         """Make the joined group serve: notify its followers, then begin here.
 
         The coordinator lists the lease `indices` to keep; a migration may have given some up.
         """
-        held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
+        held = set(self.engine.pages.lease_indices(binding.group.lease_key).tolist())
         indices = tuple(index for index in indices if index in held)
-        retention = self.leases.retentions.get(binding.group.ranks)
+        retention = self.leases.retentions.get(binding.group.lease_key)
         version = retention.version if retention is not None else -1
         meets = self.migration.meets_in(binding.group)
         self.migration.forget_meeting()  # Only the first group after a migration does.
@@ -169,9 +170,9 @@ class GroupRuntime:
         return PageReport(now.total, now.free, now.owned, sum(now.leased.values()))
 
     @property
-    def bound_ranks(self) -> tuple[Rank, ...]:
-        """The joined group; empty if there is none."""
-        return self._binding.group.ranks if self._binding is not None else ()
+    def bound_key(self) -> tuple[Rank, ...]:
+        """The key of the joined group's lease; empty if there is none."""
+        return self._binding.group.lease_key if self._binding is not None else ()
 
     def _joined(self) -> tuple[EngineMode, Binding]:
         assert self._mode is not None and self._binding is not None, "the rank is in no group."
@@ -272,11 +273,11 @@ class GroupRuntime:
 
     def freed(self, group: Group) -> None:
         """Release the pages of tasks that ended after the rank left their group."""
-        if self.migration.ranks != group.ranks:
+        if self.migration.key != group.lease_key:
             self._withdraw_if_parked(group)
 
     def _withdraw_if_parked(self, group: Group) -> None:
-        if self._binding is None or self._binding.group.ranks != group.ranks:
+        if self.bound_key != group.lease_key:
             self.leases.withdraw(group)
 
     def _give_back(
@@ -349,7 +350,7 @@ class GroupRuntime:
             case LeaveGroup(lease_indices=indices):
                 if indices is not None:
                     # The coordinator sends this too, but later.
-                    self.leases.keep_only(binding.group.ranks, indices)
+                    self.leases.keep_only(binding.group.lease_key, indices)
         return message
 
     def drain_queues(self) -> list[int]:

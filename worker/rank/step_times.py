@@ -8,7 +8,7 @@ before each step. No hysteresis: changing the mode between two steps costs nothi
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
@@ -113,6 +113,10 @@ class StepTimes:
     """The least time of a step in each mode that borrows, in microseconds: its loans alone."""
     pace_tokens: Mapping[StepMode, int] = field(default_factory=dict)
     """How large prompts make steps beside decodes, in each mode whose loans hide."""
+
+    def plus(self, other: "StepTimes") -> "StepTimes":
+        """Return these times with the curves of other modes of the same width."""
+        return replace(self, curves={**self.curves, **other.curves})
 
     @property
     def sp_from_tokens(self) -> int | None:

@@ -8,6 +8,7 @@ once its formation was aborted; collecting them raises `PeerLostError`. Used by 
 alone, unless noted otherwise.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode
+from comm_pool.mixed import Mixed
 from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
@@ -27,6 +29,9 @@ from worker.rank.led_tasks import LedTasks
 from worker.rank.step_log import StepLog
 
 log = structlog.get_logger()
+
+PLANNED_MAX = 4
+"""Maximum steps of a pipeline group in flight: the step queue, of six messages, never fills up."""
 
 DEFER_LIMIT_S = 0.01
 """Maximum delay of a deferred step, for peers to leave and for the migration to be planned."""
@@ -114,6 +119,11 @@ class Steps:
         self._draining: tuple[Joined, Callable[[], bool]] | None = None
         self._detached_end_ns: int | None = None
         self._deferred: DeferredStep | None = None
+        self._planned: deque[InflightStep] = deque()
+        """The steps of a led pipeline group that stages before this rank's compute, oldest first.
+
+        The leader has the last stage: each is a deferred step, computed when its turn has come.
+        """
         self.count = self.sp_count = 0
         self.log = StepLog()
         self.started_ns = 0
@@ -128,7 +138,12 @@ class Steps:
     @property
     def has_inflight(self) -> bool:
         """Whether a launched step's tokens have not been collected yet."""
-        return self._inflight is not None
+        return self._inflight is not None or bool(self._planned)
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether other stages compute steps of the led pipeline group."""
+        return bool(self._planned)
 
     @property
     def has_detached_step(self) -> bool:
@@ -162,6 +177,9 @@ class Steps:
         started_ns = self._now_ns()
         assert mode.scheduler is not None
         self.run_deferred()
+        if mode.stages > 1:
+            self._lead_stages(mode, binding, epoch)
+            return (self._now_ns() - started_ns) // 1000
         times_before = self._inflight.device_times if self._inflight is not None else None
         if self._inflight is not None and self._inflight.goes_first(self._runtime.host):
             self.finish_inflight()
@@ -190,6 +208,27 @@ class Steps:
         else:
             self.finish_inflight()
         return (self._now_ns() - started_ns) // 1000
+
+    def _lead_stages(self, mode: EngineMode, binding: Binding, epoch: int) -> None:
+        """Let all stages have a step to compute, and compute this rank's part of the oldest."""
+        scheduler, group = mode.scheduler, binding.group
+        assert scheduler is not None
+        while len(self._planned) < min(mode.stages, PLANNED_MAX) and scheduler.has_more:
+            plan = mode.plan_step(group, self.finish_inflight)
+            if plan.is_void:
+                break
+            self._runtime.lead(Step(binding.formation, plan))
+            self._count(plan)
+            later = DeferredStep(mode.ready(plan), binding, self._runtime.host)
+            self._planned.append(
+                InflightStep(plan, later, self._now_ns(), mode, group, epoch, binding.formation)
+            )
+        if self._planned:
+            self.started_ns = self._now_ns()
+            oldest = self._planned.popleft()
+            usual_ns = self._usual_ns(mode, oldest.plan)
+            self._expect(self.started_ns + (1 + len(self._planned)) * usual_ns)
+            self._finish(oldest)
 
     def defer(self, mode: EngineMode, binding: Binding, epoch: int) -> None:
         """Plan and send the last step of the led group before it is left, and defer it."""
@@ -267,7 +306,7 @@ class Steps:
 
     def _count(self, plan: Plan) -> None:
         self.count += 1
-        self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
+        self.sp_count += plan.mode is Mode.SP or isinstance(plan.mode, Mixed)
 
     def follow(self, mode: EngineMode, step: Step, binding: Binding) -> None:
         """Launch a step that this rank's leader planned; the leader collects its tokens."""
@@ -286,10 +325,12 @@ class Steps:
         self.ended_ns = self._now_ns() if is_over else 0
 
     def finish_inflight(self) -> None:
-        """Finish the in-flight step, if any; the led group is then at a safe point.
+        """Finish the in-flight steps, if any; the led group is then at a safe point.
 
-        Raises `PeerLostError` if its formation was aborted; the step is over even so.
+        Raises `PeerLostError` if their formation was aborted; the step is over even so.
         """
+        while self._planned:
+            self._finish(self._planned.popleft())
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             return
@@ -303,6 +344,7 @@ class Steps:
 
     def drop(self, formation: int) -> None:
         """Wait until the device is done with a formation, and discard its in-flight step."""
+        self._planned.clear()
         inflight = self._inflight
         if inflight is not None and inflight.formation != formation:
             self.finish_inflight()  # It is a detached step of another formation.

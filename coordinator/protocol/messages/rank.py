@@ -59,7 +59,7 @@ class RankHello(Message, frozen=True):
     """Tokens that a step computes at most; 0 is unknown."""
     cohort: int = 0
     leases: tuple[tuple[Rank, ...], ...] = ()
-    """The groups in whose leases it holds pages; it may have given up those of a lost member."""
+    """The keys of leases in which it holds pages; it may have given up those of a lost member."""
     part: int = 0
     """The part of the weights that the rank holds, of `parts`."""
     parts: int = 1
@@ -73,8 +73,9 @@ class LeaseRetention(msgspec.Struct, frozen=True):
     """The lease indices that paused tasks of an unbound group still need, as its leader reports.
 
     Level-triggered: the highest (`formation`, `version`) wins; members free every other page of
-    that lease. `formation` is the one that the leader last joined with these ranks: indices
-    retained from an earlier formation say nothing about pages leased since.
+    that lease. `ranks` is the lease's key (`Group.lease_key`). `formation` is the one that the
+    leader last joined with this key: indices retained from an earlier formation say nothing about
+    pages leased since.
     """
 
     ranks: tuple[Rank, ...]

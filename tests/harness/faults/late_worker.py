@@ -112,7 +112,7 @@ class Device:
         while True:
             self._queue.get().run()
 
-    def select(self, width: int, formation: int = 0) -> PreparedMode:
+    def select(self, width: int, formation: int = 0, stages: int = 1) -> PreparedMode:
         """Steps that are launched from now on belong to this formation."""
         self._formation[width] = formation
         return self._engine.of_width(width)
@@ -165,7 +165,7 @@ def install() -> None:
     def with_device(self: RankLoop) -> None:
         device = Device(cast(RankEngine, self.core.engine))
         engine: Any = RankEngine
-        engine.select = lambda _, width, formation=0: device.select(width, formation)
+        engine.select = lambda _, *given, **named: device.select(*given, **named)
         engine.done = lambda _: device.done()
         engine.holds_steps = False
         copies = Copies(self.core.engine.kv.geometry.num_layers)

@@ -19,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode
 from coordinator.protocol.config import check_config
+from kvadaptor.geometry import Split
 from kvadaptor.views import LAYOUT, KVBuffer
 from tests.harness.cells.servers import MODEL
 from worker.engine.config import ModeKey, mode_config, replica_config
@@ -62,7 +63,7 @@ def scheduler_of(base: VllmConfig, *indices: int) -> ModeScheduler:
     """A scheduler of width 4 that may use the blocks of these lease indices."""
     config = mode_config(base, ModeKey(Mode.DP, 1), LAYOUT.name)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    kv = KVBuffer({"layer": spec}, PAGES, torch.device("cpu")).config(WIDTH)
+    kv = KVBuffer({"layer": spec}, PAGES, torch.device("cpu")).config(Split(1, WIDTH))
     config.cache_config.num_gpu_blocks = kv.num_blocks
     with set_current_vllm_config(config):
         made = ModeScheduler(config, kv, StructuredOutputManager(config), WIDTH)

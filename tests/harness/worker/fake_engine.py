@@ -197,6 +197,10 @@ class FakeMode:
         return len(self.ranks)
 
     @property
+    def stages(self) -> int:
+        return 1
+
+    @property
     def directory(self) -> GroupDirectory | None:
         return self.engine.directories.get(self.ranks)
 
@@ -343,10 +347,11 @@ class FakeEngine:
         led = (mode.scheduler for mode in self.modes.values() if mode.scheduler is not None)
         return (("preemptions", sum(each.preemptions for each in led)),)
 
-    def of_width(self, width: int) -> FakeMode:
+    def of_width(self, width: int, stages: int = 1) -> FakeMode:
+        assert stages == 1, "fake engines have no pipeline groups."
         return self.modes[width]
 
-    def select(self, width: int, formation: int = 0) -> FakeMode:
+    def select(self, width: int, formation: int = 0, stages: int = 1) -> FakeMode:
         self.selected, self.formation = self.modes[width], formation
         return self.selected
 

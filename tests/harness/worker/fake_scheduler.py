@@ -129,6 +129,11 @@ class FakePlan:
         return not self.parts
 
     @property
+    def is_void(self) -> bool:
+        """See `Plan`."""
+        return not self.parts and not self.ended
+
+    @property
     def reads_prompts(self) -> bool:
         """See `Plan`."""
         return self.tokens > len(self.parts)
@@ -200,6 +205,10 @@ class FakeScheduler:
 
     def has_requests(self) -> bool:
         return bool(self.requests or self._ended)
+
+    @property
+    def has_more(self) -> bool:
+        return self.has_requests()
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)

@@ -13,10 +13,10 @@ from comm_pool.layout import (
     Rank,
     diff,
     format_layout,
+    group_of,
     parse_layout,
     step_name,
     supported_layouts,
-    why_unserved,
 )
 from comm_pool.mixed import Mixed, Staged
 
@@ -83,16 +83,23 @@ def test_steps_of_a_pipeline_group_are_named_by_its_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "keys"),
     [
-        ("dp2+pp2", "pp2 is a pipeline group, which no engine runs yet: use 'tp2'."),
-        ("pp2tp2", "pp2tp2 is a pipeline group, which no engine runs yet: use 'tp4'."),
-        ("shift2tp2", None),
-        ("tp2+sp2", None),
+        ("dp1+off1+tp2", [(0,), (2, 3)]),
+        ("pp4", [(3, 2, 1, 0)]),
+        ("pp2tp2", [(2, 3, 0, 1)]),
+        ("tp2+pp2", [(0, 1), (3, 2)]),
+        ("shift2tp2", [(0, 1, 2, 3)]),
     ],
 )
-def test_no_engine_runs_a_pipeline_group_yet(text: str, reason: str | None) -> None:
-    assert why_unserved(read(text)) == reason
+def test_lease_keys_tell_how_members_divide_kv(text: str, keys: list[tuple[int, ...]]) -> None:
+    groups = read(text).groups
+    assert [each.lease_key for each in groups] == keys
+    for each in groups:
+        if each.width > 1:
+            again = group_of(each.lease_key)
+            assert (again.ranks, again.stages) == (each.ranks, each.stages)
+            assert again.lease_key == each.lease_key
 
 
 def test_group_has_width_leader_and_name() -> None:
@@ -168,7 +175,7 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
     ("text", "reason"),
     [
         ("", "empty; write for example 'dp4'"),
-        ("ep4", "'ep' in layout 'ep4' is not a mode; supported are dp, tp, sp, shift, and off"),
+        ("ep4", "'ep' in layout 'ep4' is not a mode; supported are dp, tp, sp, shift, pp, and off"),
         ("dp0+tp4", "'dp0' in layout 'dp0.tp4' has no ranks"),
         ("tp0", "has no ranks"),
         ("dp04", "not a word with a number"),

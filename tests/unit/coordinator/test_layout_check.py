@@ -36,7 +36,10 @@ def test_what_can_be_is_not_refused(text: str) -> None:
         (wanted("dp2+shift2"), "rank 2 cannot compute this model in sp 2 wide: use 'tp2'"),
         (wanted("dp3+off1"), "rank 3 is available but not in the layout"),
         (wanted("dp8", 8), "rank 4 does not exist: use ranks 0 to 3"),
-        (wanted("dp2+pp2"), "pp2 is a pipeline group, which no engine runs yet: use 'tp2'."),
+        (
+            wanted("dp2+pp2"),
+            "rank 2 has not prepared pp2: start the cell with --pipelines pp2, or use 'tp2'.",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:

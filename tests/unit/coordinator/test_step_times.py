@@ -75,6 +75,11 @@ def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
     assert "shift2tp2 computes steps of at least 32 tokens in sp2tp2, smaller ones in tp." in text
     assert "shift4 computes steps of at least 64 tokens in sp, smaller ones in tp." in text
     assert "shift" not in step_times_text(one)
+    stages = [{"tokens": 1, "ms": 3.25}, {"tokens": 7, "ms": 4.5}]
+    more = step_times_text({**four, "curves": {**four["curves"], "pp4": stages}}).splitlines()
+    (title,) = [line for line in more if line.strip().startswith("tokens ")]
+    assert title.endswith("pp4 ms")
+    assert ["7", "4.50"] in [line.split() for line in more]
     never = {**four, "sp_from_tokens": None}
     assert "shift4 computes all steps in tp." in step_times_text(never)
 

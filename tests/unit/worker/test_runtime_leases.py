@@ -45,7 +45,7 @@ def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(runtime: GroupRu
     """The plan counts on them: it may write there, and take them over when it is committed."""
     runtime.migration.on_leave(Binding(GROUP, BORN + 1))
     assert not runtime.leases.apply_retentions(kept(1, 2))
-    assert runtime.migration.ranks == RANKS
+    assert runtime.migration.key == RANKS
     assert len(runtime.engine.pages.lease_indices(RANKS)) == 8
     runtime.migration.joined()
     assert runtime.leases.apply_retentions(kept(1, 2)), "every directive repeats it"

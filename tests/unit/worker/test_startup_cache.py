@@ -11,8 +11,8 @@ def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:
     memory = cell_memory(2, (1, 2), ())
     curve = StepCurve(((1, 100), (256, 900)))
     times = {
-        1: StepTimes(1, {Mode.DP: curve}),
-        2: StepTimes(2, {Mode.TP: curve, Mixed(2, 2): curve}),
+        "dp1": StepTimes(1, {Mode.DP: curve}),
+        "tp2": StepTimes(2, {Mode.TP: curve, Mixed(2, 2): curve}),
     }
     first = StartupMeasurements(times, {(2, Mode.TP): ((-1.5, -2.5), 40)})
     first.store(memory, Rank(1))

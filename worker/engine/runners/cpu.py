@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingType
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
+from comm_pool.cpu.stage_link import StageLinks
 from comm_pool.layout import StepMode
 from kvadaptor.views import KVBuffer
 from worker.engine.calibrate import CPU_TOKENS_MAX
@@ -60,10 +62,19 @@ class ModeRunner(CPUModelRunner):
     """vLLM's CPU runner for the groups of one width."""
 
     def __init__(
-        self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        trees: Mapping[StepMode, nn.Module],
+        links: StageLinks | None = None,
     ) -> None:
-        """All `trees` compute the same step; vLLM's own set-up sees the first."""
+        """All `trees` compute the same step; vLLM's own set-up sees the first.
+
+        `links` are those of a pipeline stage.
+        """
         super().__init__(config, device)
+        self._before = links.before if links is not None else None
+        self._after = links.after if links is not None else None
         self._trees = dict(trees)
         self.model = next(iter(self._trees.values()))
         self._kv_views: dict[str, torch.Tensor] = {}
@@ -72,7 +83,8 @@ class ModeRunner(CPUModelRunner):
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
         """Use the rank's buffer as the KV cache of this width."""
-        self._kv_views = kv.views(width)
+        del width  # The configuration says it.
+        self._kv_views = kv.views(config)
         self.initialize_kv_cache(config)
 
     def initialize_kv_cache_tensors(
@@ -122,11 +134,25 @@ class ModeRunner(CPUModelRunner):
         del known  # Arrays of the same tasks' tokens.
         give_lists(step)
         self._resuming = {name: listed(ids) for name, ids in resuming.items()}
-        output = self.execute_model(step)
+        output = self.execute_model(step, self._receive(step.total_num_scheduled_tokens))
+        if isinstance(output, IntermediateTensors):
+            assert self._after is not None
+            self._after.send([output[name] for name in sorted(output.tensors)])
+            return EMPTY_MODEL_RUNNER_OUTPUT
         if output is None:
             output = self.sample_tokens(grammar)
         assert isinstance(output, ModelRunnerOutput)
         return output
+
+    def _receive(self, tokens: int) -> IntermediateTensors | None:
+        """Return the activations of a step from the stage before, if there is one."""
+        if self._before is None or not tokens:
+            return None
+        received: IntermediateTensors = self.model.make_empty_intermediate_tensors(
+            tokens, self.dtype, self.device
+        )
+        self._before.receive([received[name] for name in sorted(received.tensors)])
+        return received
 
     def forget_tasks(self) -> None:
         """Make the next step forget all tasks: some were left in mid-step."""
@@ -199,6 +225,8 @@ class ModeRunner(CPUModelRunner):
                 + [r.num_computed_tokens for r in resumed],
                 num_output_tokens=cached.num_output_tokens
                 + [len(self._resuming[r.req_id]) for r in resumed],
+                # All but the last pipeline stage read these: the tokens that no step has sampled.
+                new_token_ids=cached.new_token_ids + [[] for _ in resumed],
             ),
         )
 

@@ -37,6 +37,7 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
+from worker.engine.scheduling.micro_batches import schedule_share
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
@@ -129,13 +130,18 @@ class ModeScheduler(Scheduler):
         if request.num_output_tokens:
             request.events.clear()
 
-    def plan_step(self, settle: Callable[[], None], pace_tokens: int | None = None) -> StepPlan:
+    def plan_step(
+        self, settle: Callable[[], None], pace_tokens: int | None = None, stages: int = 1
+    ) -> StepPlan:
         """Schedule one step; calls `settle` to finish the in-flight one if a grammar needs it.
 
         Where tasks decode, prompts make the step about `pace_tokens` large and leave the rest for
         the decodes after them: each of these steps takes its loans' time, and prompts use it.
         """
-        output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
+        if stages > 1:
+            output = schedule_share(self, stages)
+        else:
+            output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
         if self.entries is not None:
             self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
@@ -152,7 +158,11 @@ class ModeScheduler(Scheduler):
             for name in (each.req_id for each in output.scheduled_new_reqs)
             if name in self._known
         }
-        return StepPlan(output, self.get_grammar_bitmask(output), resuming, known=known)
+        grammar = self.get_grammar_bitmask(output)
+        if stages > 1 and grammar is not None:
+            # vLLM fills one buffer with the masks of every step, and this one is computed later.
+            grammar = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
+        return StepPlan(output, grammar, resuming, known=known)
 
     def _schedule_paced(self, pace_tokens: int) -> SchedulerOutput:
         decodes = sum(map(_decodes, self.running))
@@ -166,6 +176,13 @@ class ModeScheduler(Scheduler):
             return self.schedule()
         finally:
             self.max_num_scheduled_tokens = self._tokens_max
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a step to plan while others are in flight."""
+        if self.finished_req_ids or self.get_request_counts()[1]:
+            return True
+        return any(each.num_tokens > each.num_computed_tokens for each in self.running)
 
     def _whole(self, name: str, known: Tokens) -> Tokens:
         """Return all tokens of a task, of which the first are `known`."""

@@ -55,6 +55,11 @@ class StepPlan:
         return not self.tokens
 
     @property
+    def is_void(self) -> bool:
+        """Whether it computes nothing and lists no ended task."""
+        return not self.tokens and not self.output.finished_req_ids
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether some task computes more than its last token, so its first one may come out."""
         return self.tokens > len(self.output.num_scheduled_tokens)

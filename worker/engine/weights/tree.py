@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
 )
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -194,6 +195,26 @@ def build_tp_tree(
     return tree.eval()
 
 
+def build_stage_tree(config: VllmConfig, replica: nn.Module, *, shards: int) -> nn.Module:
+    """Build one more tree of the model class for a stage of vLLM's active pipeline group.
+
+    It has the replica's own layers, a range of them, and no byte besides.
+    """
+    model, stages = config.model_config, config.parallel_config.pipeline_parallel_size
+    layers = model.get_total_num_hidden_layers()
+    if not model.is_pp_supported:
+        raise ViewError(
+            f"vLLM does not divide {model.architecture} into pipeline stages: leave out "
+            "--pipelines."
+        )
+    if layers % stages:
+        raise ViewError(
+            f"{stages} pipeline stages do not divide the {layers} layers of this model: leave "
+            f"pp{stages} out of --pipelines."
+        )
+    return build_tp_tree(config, replica, shards=shards, width=1, rank_in_group=0)
+
+
 def _set_aside(tree: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Take layers out of a tree on meta in whose place loaded ones compute; return those.
 
@@ -229,8 +250,8 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
     ]
     for name, module, _ in built:
         source = sources[name]
-        if _is_taken_over(source):
-            continue  # Its parent uses the replica's module instead.
+        if isinstance(module, PPMissingLayer) or _is_taken_over(source):
+            continue  # Another stage has it, or its parent uses the replica's module instead.
         for child_name, child in source._modules.items():
             if child is not None and _is_taken_over(child):
                 # Every rank has the whole table: no masked look-up, no all-reduce.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from comm_pool.layout import Group, Rank
+from comm_pool.layout import Group, Rank, lease_key
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId
 from kvadaptor.geometry import PageGeometry, Split
@@ -69,7 +69,7 @@ class Manifest:
     """One rank's part: the group it left (`ranks` empty: none), its pages there and elsewhere.
 
     `pages` are all pages that this rank gave the group, `slots` the slot of each logical block on
-    this rank (wide groups; int32). `indices` are the lease indices in use, by group. `num_pages`
+    this rank (wide groups; int32). `indices` are the lease indices in use, by lease. `num_pages`
     counts all pages of the rank, page 0 included: ranks may have different numbers. Only the leader
     fills the rest. `written` are the logical blocks that the in-flight step writes, of
     running and of ended tasks. Every rank fills `early`, `stages`, the group's pipeline stages, and
@@ -160,11 +160,11 @@ def manifest_of(
     """
     pool = runtime.engine.pages
     free, num_pages = pool.free_pages(), runtime.engine.kv.num_pages
-    indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
+    indices = {key: pool.lease_indices(key) for key in pool.groups()}
     if group is None:
         return Manifest(rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices, num_pages)
     mode = runtime.mode_of(group)
-    pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
+    pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.lease_key)[1]
     slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
     cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
@@ -240,8 +240,8 @@ def _ranks_in(ranks: Ints) -> list[int]:
     return found
 
 
-def _used_indices(group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
-    used = (manifests[member].indices.get(group) for member in group if member in manifests)
+def _used_indices(key: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
+    used = (manifests[member].indices.get(key) for member in key if member in manifests)
     return [each for each in used if each is not None]
 
 
@@ -273,14 +273,16 @@ def plan_move(
         plan = ReshardPlan(Split(1, 1), 0, (), (), (), (), (), 0)
         return MigrationPlan(ranks, (), plan, (), {}, {}, groups, None, {})
     plan = plan_reshard(given)
+    old_keys = {lease_key(tuple(map(Rank, old.ranks)), old.stages) for old in given.old}
+    keys = (binding.group.lease_key for binding in found.bindings)
     indices = tuple(
         fresh_indices(
             lease.indices if lease.width > 1 else 0,
             # An old group gives up its lease before the new lease is taken.
-            () if lease.ranks in groups else _used_indices(lease.ranks, manifests),
+            () if key in old_keys else _used_indices(key, manifests),
             min(manifests[member].num_pages for member in lease.ranks),
         )
-        for lease in plan.groups
+        for lease, key in zip(plan.groups, keys, strict=True)
     )
     spoils_from = _spoils_from(plan, given)
     written = written_units(plan.finest, groups, manifests)

@@ -93,7 +93,7 @@ class Migration:
         pool, move, group = self._runtime.engine.pages, self._pending.move, self._group
         now, given = pool.counts(), 0
         if group is not None and self._gives_up(move, group):
-            given = now.owned if group.width == 1 else now.leased.get(group.ranks, 0)
+            given = now.owned if group.width == 1 else now.leased.get(group.lease_key, 0)
         return now.free + given - move.pages_taken(self._rank)
 
     # ------------------------------------------------------------------ before
@@ -109,30 +109,31 @@ class Migration:
         self._formation = binding.formation
         self._is_published = True
 
-    def gave_up(self, ranks: Ranks) -> None:
+    def gave_up(self, key: Ranks) -> None:
         """Note that pages of a group were given up: without this share its tasks cannot migrate."""
-        if self._group is not None and self._group.ranks == ranks:
+        if key and self.key == key:
             self._group = None
             self.precopy.forget()
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The group whose tasks wait for a migration; empty if there is none."""
-        return self._group.ranks if self._group is not None else ()
+    def key(self) -> tuple[Rank, ...]:
+        """The lease key of the group whose tasks wait for a migration; empty if there is none."""
+        return self._group.lease_key if self._group is not None else ()
 
     @property
-    def published_ranks(self) -> tuple[Rank, ...]:
-        """`ranks`, if the published state of that group must stay true until the decision."""
-        return self.ranks if self._is_published else ()
+    def published_key(self) -> tuple[Rank, ...]:
+        """`key`, if the published state of that group must stay true until the decision."""
+        return self.key if self._is_published else ()
 
     @property
     def goal(self) -> tuple[Rank, ...]:
-        """The group that this rank may join if the migration it carried out is committed.
+        """The lease key of the group that this rank may join if its migration is committed.
 
         Its leader may use the whole lease before this rank hears of the commit.
         """
         bindings = self._pending.move.bindings if self._pending is not None else ()
-        return next((each.group.ranks for each in bindings if self._rank in each.group.ranks), ())
+        mine = (each.group.lease_key for each in bindings if self._rank in each.group.ranks)
+        return next(mine, ())
 
     def publish(self, epoch: int) -> None:
         """Publish this rank's manifest for migration `epoch`; its last step may be in flight."""
@@ -367,8 +368,8 @@ class Migration:
         if group.mode is Mode.DP or not self._gives_up(move, group):
             return  # A leader that took no part publishes what its tasks still hold.
         assert mode.table is not None
-        mode.table.unmap(pool.lease_indices(group.ranks))
-        pool.keep_only(group.ranks, ())
+        mode.table.unmap(pool.lease_indices(group.lease_key))
+        pool.keep_only(group.lease_key, ())
 
     def _gives_up(self, move: MigrationPlan, group: Group) -> bool:
         """Return whether the migration leaves nothing of the old group."""
@@ -383,8 +384,8 @@ class Migration:
             return
         indices = move.indices[number]
         pages = lease.pages[place]
-        self._runtime.leases.end_rescue(group.ranks)
-        pool.lease_these(group.ranks, indices, pages)
+        self._runtime.leases.end_rescue(group.lease_key)
+        pool.lease_these(group.lease_key, indices, pages)
         table = self._runtime.mode_of(group).table
         assert table is not None
         # The plan's blocks cover each slot of these pages once, in their own order.
@@ -398,7 +399,7 @@ class Migration:
         assert scheduler is not None
         pool = runtime.engine.pages
         dp = binding.group.width == 1
-        granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
+        granted = pool.own_pages() if dp else pool.lease_indices(binding.group.lease_key)
         for cargo in (each.cargo for each in pending.incoming):
             led = LedTask(
                 header=cargo.header,

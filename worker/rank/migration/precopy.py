@@ -271,7 +271,7 @@ class PreCopy:
         assert binding is not None
         aside = indices
         if binding.group.width > 1:
-            known, pages = pool.lease_of(binding.group.ranks)
+            known, pages = pool.lease_of(binding.group.lease_key)
             aside = pages[np.isin(known, indices)]
         return np.union1d(aside, pool.free_pages())
 
