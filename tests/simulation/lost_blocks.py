@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from comm_pool.layout import Rank
 from kvadaptor.group_directory import GroupDirectory
-from tests.harness.worker.fake_engine import FakeKV
+from tests.harness.worker.fake_kv import FakeKV
 from tests.harness.worker.fake_scheduler import FakeRequest
 from tests.simulation.checkers import check
 from tests.simulation.sim_kv import BLOCK_TOKENS

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from comm_pool.layout import Rank
 from comm_pool.plan import CommunicatorPlan
 from kvadaptor.transfer.mailbox import RankMailbox
-from tests.harness.worker.fake_engine import FakeCell, FakeKV
+from tests.harness.worker.fake_engine import FakeCell
+from tests.harness.worker.fake_kv import FakeKV
 from tests.simulation.lost_blocks import Content, KVOfRanks, Pieces
 from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
 from tests.simulation.sim_kv import GEOMETRY, SimKV
@@ -62,7 +63,7 @@ class RankMemory(FakeCell):
         if self._pieces is not None and rank in self.memory:
             self.memory[rank].words[:] = 0
         else:
-            self.memory[rank] = SimKV(num_pages)
+            self.memory[rank] = SimKV(GEOMETRY, num_pages)
         assert isinstance(mailbox, SimMailbox)
         mailbox.note = partial(process.world.point, rank)
 

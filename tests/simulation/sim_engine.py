@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from comm_pool.formations import Formations, PeerLostError
-from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.layout import Group, Rank, StepMode
+from comm_pool.mixed import Staged
+from kvadaptor.geometry import Split
 from kvadaptor.slot_table import SlotTable
 from tests.harness.worker.fake_engine import (
     PROBE,
@@ -23,16 +25,17 @@ from tests.harness.worker.fake_engine import (
     FakeProbe,
     FakeQueue,
     LaunchedStep,
+    times_of,
 )
+from tests.harness.worker.fake_kv import Words
 from tests.harness.worker.fake_scheduler import FakeOutput, FakePlan
 from tests.simulation.checkers import Violation
 from tests.simulation.lost_blocks import Doubt, GroupBlocks, Loads
-from tests.simulation.sim_kv import BLOCK_TOKENS, Copy, SimMover, Stay, words_of
+from tests.simulation.sim_kv import BLOCK_TOKENS, KV_HEADS, Copy, SimMover, Stay, words_of
 from tests.simulation.sim_queue import SimQueue
 from tests.simulation.sim_scheduler import SimIntake, SimPlan, SimScheduler
 from worker.engine.lost_kv import PLACES, LostKV
 from worker.rank.engine import EngineFacts, NoRoomError
-from worker.rank.step_times import StepCurve, StepTimes
 from worker.spec import RankSpec
 
 if TYPE_CHECKING:
@@ -137,11 +140,14 @@ class SimMode(FakeMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kv = self.engine.kv
-        heads = kv.geometry.heads_per_rank(self.width)
-        first = self.ranks.index(self.engine.spec.rank) * heads
-        self._heads = np.arange(first, first + heads)
-        self._rows = kv.units(kv.geometry.slots_per_page(self.width))
+        kv, split = self.engine.kv, self.split
+        slots = kv.geometry.slots(split)
+        row, column = divmod(split.share_of(self.ranks.index(self.engine.spec.rank)), split.tp)
+        layers = np.arange(row * slots.layers, (row + 1) * slots.layers)[:, None]
+        heads = np.arange(column * slots.heads, (column + 1) * slots.heads)
+        self._shares: Words = (layers * KV_HEADS + heads).reshape(-1)
+        self._blocks = kv.blocks(split)[:, :, 0]
+        self._regions = kv.regions(split)
         self._checked: set[int] = set()
         """Stays whose KV was found or made since the width was selected."""
 
@@ -233,10 +239,17 @@ class SimMode(FakeMode):
                     raise Violation(what)
                 plan.loads.doubts.append(Doubt(part.blocks[block], what))
             last = -(-end // BLOCK_TOKENS)
-            self._rows[at[first:last]] = words_of(stay, first, last, end, self._heads)
+            shape = last - first, len(self._regions), -1
+            words = words_of(stay, first, last, end, self._shares).reshape(shape)
+            self._blocks[self._places(at[first:last])] = words
             checked.add(stay.number)
             self.known.add(part.name)
         return plan.step.tokens
+
+    def _places(self, slots: list[int]) -> Words:
+        """Return (slots, layers): where these lie in each layer of this member."""
+        places: Words = np.array(slots, dtype=np.int64)[:, None] + self._regions
+        return places
 
     def _wrong(
         self, slots: list[int], stay: Stay, first: int, last: int, tokens: int
@@ -244,8 +257,8 @@ class SimMode(FakeMode):
         """Yield the blocks from `first` to `last` that hold something else, and what."""
         if first == last:
             return
-        found = self._rows[slots[first:last]]
-        wanted = words_of(stay, first, last, tokens, self._heads)
+        found = self._blocks[self._places(slots[first:last])].reshape(last - first, -1)
+        wanted = words_of(stay, first, last, tokens, self._shares)
         if (found == wanted).all():
             return
         rank = self._sim.process.rank
@@ -285,20 +298,23 @@ class SimEngine(FakeEngine):
             process, memory, is_shared=not on_device
         )
 
-    def _mode(self, width: int) -> SimMode:
+    def _mode(self, width: int, staged: Staged | None = None) -> SimMode:
         first = self.spec.rank // width * width
         ranks = tuple(map(Rank, range(first, first + width)))
-        slots = self.kv.geometry.slots_per_page(width)
+        stages = staged.pp if staged is not None else 1
+        page = self.kv.geometry.slots(Split(stages, width // stages))
         scheduler = None
         if ranks[0] == self.spec.rank:
-            scheduler = SimScheduler(slots, BLOCK_TOKENS, MAX_TASKS, STEP_TOKENS)
+            scheduler = SimScheduler(
+                page.count, BLOCK_TOKENS, MAX_TASKS, STEP_TOKENS, stages=stages
+            )
             scheduler.stays = self.process.world.stays
-        table = SlotTable(self._memory.num_pages, slots) if width > 1 else None
-        curve: dict[StepMode, StepCurve] = {
-            Mode.DP if width == 1 else Mode.TP: StepCurve(((1, STEP_US),))
-        }
+        # Directories are as large on all ranks; where layers lie depends on this rank's memory.
+        num_pages = self.kv.num_pages if staged is not None else self._memory.num_pages
+        table = SlotTable(num_pages, page.count, page) if width > 1 else None
         queue: FakeQueue = SimQueue(self.process, self._memory.queue(ranks)) if width > 1 else NONE
-        return SimMode(self, ranks, scheduler, table, queue, StepTimes(width, curve))
+        times = times_of(width, staged, STEP_US)
+        return SimMode(self, ranks, scheduler, table, queue, times, stages)
 
     def _enter_blocks(self, mode: FakeMode, lost: LostKV) -> None:
         """Let a scheduler enter its full blocks, and load those of lost groups."""

@@ -1,7 +1,7 @@
 """What lies in the pages of a simulated rank, so that KV which is not there is found out.
 
-One word stands for one KV head of one block: which computation made it, for which block of the
-task, and how many of its tokens it covers.
+One word stands for one layer and KV head of one block: which computation made it, for which block
+of the task, and how many of its tokens it covers.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.rounds import Finish, MoveError, Round
-from tests.harness.worker.fake_engine import FakeKV
+from tests.harness.worker.fake_kv import FakeKV, Words
 from tests.simulation.fibers import FiberEnded
 
 if TYPE_CHECKING:
@@ -26,18 +25,28 @@ KV_HEADS = 8
 BLOCK_TOKENS = 4
 GEOMETRY = PageGeometry(1, KV_HEADS, 1, 1, 1, BLOCK_TOKENS)
 """A block has a word of 8 bytes per head."""
-_BLOCKS, _COUNTS = 64, 8
 
-Words = npt.NDArray[np.int64]
+STAGES = 4
+"""The most pipeline stages of a group."""
+
+GEOMETRY_OF_STAGES = PageGeometry(STAGES, KV_HEADS, 1, 1, 1, BLOCK_TOKENS)
+"""Where pipeline groups are formed: each stage of the widest has a layer."""
+_BLOCKS, _COUNTS, _SHARES = 64, 8, STAGES * KV_HEADS
 
 
 class SimKV(FakeKV):
     """The KV memory of one process."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.geometry = GEOMETRY
+    def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
+        self.geometry = geometry
         self.num_pages = num_pages
-        self.words: Words = np.zeros(num_pages * KV_HEADS, dtype=np.int64)
+        size = num_pages * geometry.num_layers * KV_HEADS
+        self.words: Words = np.zeros(size, dtype=np.int64)
+
+    @property
+    def words_per_head(self) -> int:
+        """See `FakeKV`."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +61,19 @@ class Stay:
         return self.loaded[block] if block < len(self.loaded) else self.number
 
 
-def words_of(stay: Stay, first: int, last: int, tokens: int, heads: Words) -> Words:
-    """Return (blocks, heads): what blocks of a task hold when its first `tokens` have KV.
+def words_of(stay: Stay, first: int, last: int, tokens: int, shares: Words) -> Words:
+    """Return (blocks, shares): what blocks of a task hold when its first `tokens` have KV.
 
-    Block `last` is the first that is left out.
+    A share is a layer times `KV_HEADS`, plus a head. Block `last` is the first that is left out.
     """
     if last - first == 1:
         count = min(BLOCK_TOKENS, tokens - first * BLOCK_TOKENS)
-        of_one: Words = ((stay.of(first) * _BLOCKS + first) * _COUNTS + count) * KV_HEADS + heads
+        of_one: Words = ((stay.of(first) * _BLOCKS + first) * _COUNTS + count) * _SHARES + shares
         return of_one[None]
     numbers = np.arange(first, last)
     stays = np.array([stay.of(each) for each in range(first, last)], dtype=np.int64)
     counts = np.minimum(BLOCK_TOKENS, tokens - numbers * BLOCK_TOKENS)
-    words: Words = (((stays * _BLOCKS + numbers) * _COUNTS + counts) * KV_HEADS)[:, None] + heads
+    words: Words = (((stays * _BLOCKS + numbers) * _COUNTS + counts) * _SHARES)[:, None] + shares
     return words
 
 
@@ -98,14 +107,12 @@ class SimMover:
         moved = [0, 0]
 
         def run() -> None:
-            units = finest.width
-            target = process.engine.kv.units(units)
             rows = [
-                process.memory_of(source).units(units)[src] for source, (src, _) in sources.items()
+                process.memory_of(source).read(src, finest) for source, (src, _) in sources.items()
             ]
             # All is read before anything is written, as from the pages of a round.
             for row, (source, (_, dst)) in zip(rows, sources.items(), strict=True):
-                target[dst] = row
+                process.engine.kv.put(dst, finest, row)
                 moved[source == own] += row.nbytes
             copy.is_over = True
 

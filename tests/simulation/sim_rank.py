@@ -13,7 +13,7 @@ from coordinator.protocol.messages.rank import Directive, RankDown, Stop, TokenB
 from coordinator.protocol.switch_actions import Join, Leave, Move, Reshard, Resolve, Serve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from kvadaptor.transfer.rounds import MoveError
-from tests.harness.worker.fake_engine import FakeKV
+from tests.harness.worker.fake_kv import FakeKV
 from tests.simulation.checkers import Violation, check_nothing_waits
 from tests.simulation.network import Session
 from tests.simulation.rank_memory import Reach

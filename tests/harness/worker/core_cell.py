@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from comm_pool.layout import Rank
+from comm_pool.mixed import Staged
 from coordinator.protocol.messages.rank import (
     Directive,
     Drop,
@@ -103,10 +104,16 @@ def kinds(effects: Sequence[Effect]) -> list[str]:
 class CoreCell:
     """All ranks of a cell, and a coordinator that asks for what the test says."""
 
-    def __init__(self, layout: str, world: int = 2, pages: int | Sequence[int] = 65) -> None:
+    def __init__(
+        self,
+        layout: str,
+        world: int = 2,
+        pages: int | Sequence[int] = 65,
+        pipelines: Sequence[Staged] = (),
+    ) -> None:
         self.world = world
         self.streams: dict[str, list[int]] = {}
-        cell = FakeCell(world, pages=pages)
+        cell = FakeCell(world, pages=pages, pipelines=pipelines)
         self.ranks = [CoreRank(cell, rank, self.streams) for rank in range(world)]
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.epoch = 0

@@ -23,14 +23,14 @@ class EngineBench:
         self.engine = engine
         self.payload = payload
         self.formation = 0
-        self.width = 1
+        self.width = self.stages = 1
 
     # ------------------------------------------------------------------ groups
 
     @property
     def mode(self) -> EngineMode:
         """The selected mode."""
-        return self.engine.of_width(self.width)
+        return self.engine.of_width(self.width, self.stages)
 
     @property
     def scheduler(self) -> EngineScheduler:
@@ -42,23 +42,25 @@ class EngineBench:
     @property
     def group(self) -> Group:
         """Its group."""
+        if self.stages > 1:
+            return Group(self.mode.ranks, Mode.PP, self.width // self.stages)
         return Group(self.mode.ranks, Mode.DP if self.width == 1 else Mode.TP)
 
-    def begin(self, width: int, pages: int) -> None:
-        """Select a width, and grant it this many pages besides those that its tasks hold."""
-        self.width, pool = width, self.engine.pages
+    def begin(self, width: int, pages: int, stages: int = 1) -> None:
+        """Select a mode, and grant it this many pages besides those that its tasks hold."""
+        self.width, self.stages, pool = width, stages, self.engine.pages
         self.formation += 1
-        assert self.engine.select(width, self.formation) is self.mode
+        assert self.engine.select(width, self.formation, stages) is self.mode
         if self.mode.table is None:
             pool.grant_own_pages(pages)
         else:
-            self.mode.table.map(*pool.lease_pages(self.mode.ranks, pages))
+            self.mode.table.map(*pool.lease_pages(self.group.lease_key, pages))
         self.scheduler.grant(self.indices())
 
     def indices(self) -> Any:
         """The lease indices that the mode has; in dp its pages."""
         pool = self.engine.pages
-        return pool.own_pages() if self.width == 1 else pool.lease_indices(self.mode.ranks)
+        return pool.own_pages() if self.width == 1 else pool.lease_indices(self.group.lease_key)
 
     def park(self) -> list[int]:
         """Withdraw the mode, and free what no task holds; returns the lease indices that stay."""
@@ -68,14 +70,14 @@ class EngineBench:
             pool.return_own(freed)
         else:
             self.mode.table.unmap(freed)
-            pool.keep_only(self.mode.ranks, held.tolist())
+            pool.keep_only(self.group.lease_key, held.tolist())
         return [int(each) for each in held]
 
     def clear(self) -> None:
         """Drop all tasks and pages, and let the runners forget them."""
         for mode in self.engine.modes.values():
-            self.width = mode.width
-            self.engine.select(self.width, self.formation)
+            self.width, self.stages = mode.width, mode.stages
+            self.engine.select(self.width, self.formation, self.stages)
             self.mode.forget_steps()
             self.scheduler.take_back(list(self.scheduler.requests))
             while self.scheduler.has_requests():

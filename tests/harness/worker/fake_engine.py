@@ -12,22 +12,21 @@ import mmap
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.mixed import Staged
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
-from kvadaptor.transfer.move_stats import MoveStats
-from kvadaptor.transfer.rounds import Finish, Round
+from tests.harness.worker.fake_kv import LAYERS, FakeKV, FakeMover, Words
 from tests.harness.worker.fake_scheduler import (
     FakeIntake,
     FakeOutput,
@@ -81,58 +80,6 @@ class FakeCommunicators:
         self.aborted.add((ranks, formation))
 
 
-class FakeKV:
-    """A rank's KV memory: one word for each KV head of each token."""
-
-    def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
-        self.geometry = geometry
-        self.num_pages = num_pages
-        size = num_pages * geometry.num_kv_heads * geometry.tokens_per_slot
-        self.words: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-
-    def units(self, units: int) -> npt.NDArray[np.int64]:
-        """Return the memory with a row for each of the `units` units of a page."""
-        return self.words.reshape(self.num_pages * units, -1)
-
-    def tokens(self, slots: list[int], width: int) -> npt.NDArray[np.int64]:
-        """Return a copy, (tokens, heads), of what these slots hold, in the order of the slots."""
-        shares = self.units(self.geometry.slots_per_page(width))
-        heads = self.geometry.heads_per_rank(width)
-        rows = shares[slots].reshape(len(slots), heads, -1)
-        return rows.transpose(0, 2, 1).reshape(-1, heads)
-
-    def write(self, slots: list[int], width: int, start: int, words: npt.NDArray[np.int64]) -> None:
-        """Write (tokens, heads) words from token `start` on."""
-        shares = self.units(self.geometry.slots_per_page(width))
-        heads, per_slot = self.geometry.heads_per_rank(width), self.geometry.tokens_per_slot
-        for number, word in enumerate(words, start):
-            row = shares[slots[number // per_slot]].reshape(heads, per_slot)
-            row[:, number % per_slot] = word
-
-
-class FakeMover:
-    """Copies between the memories of the ranks of a cell."""
-
-    is_one_sided = True
-
-    def __init__(self, own: int, memory: Mapping[int, FakeKV]) -> None:
-        """Numbers ranks as `memory` does."""
-        self._own = own
-        self._memory = memory
-
-    def start(
-        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
-    ) -> Finish:
-        """Copy at once."""
-        launched()
-        units = finest.width
-        target, moved = self._memory[self._own].units(units), [0, 0]
-        for source, (src, dst) in copies.get(self._own, {}).items():
-            target[dst] = self._memory[source].units(units)[src]
-            moved[source == self._own] += src.size * target[0].nbytes
-        return lambda: MoveStats(moved[0], moved[1], 0.0)
-
-
 class FakeProbe:
     """A probe whose values the test chooses; it says how often each mode was computed."""
 
@@ -184,6 +131,7 @@ class FakeMode:
     table: SlotTable | None
     queue: FakeQueue
     times: StepTimes
+    stages: int = 1
 
     def __post_init__(self) -> None:
         self.known: set[str] = set()
@@ -197,12 +145,13 @@ class FakeMode:
         return len(self.ranks)
 
     @property
-    def stages(self) -> int:
-        return 1
+    def split(self) -> Split:
+        """How the members divide the KV of their tasks."""
+        return Split(self.stages, self.width // self.stages)
 
     @property
     def directory(self) -> GroupDirectory | None:
-        return self.engine.directories.get(self.ranks)
+        return self.engine.directories.get(self.ranks) if self.stages == 1 else None
 
     @property
     def is_leader(self) -> bool:
@@ -211,6 +160,9 @@ class FakeMode:
     def plan_step(self, group: Group, settle: Callable[[], None]) -> FakePlan:
         assert self.scheduler is not None
         plan = self.scheduler.plan_step()
+        if self.stages > 1:
+            (plan.mode,) = group.step_modes
+            return plan
         mode = Mode.TP if group.mode is Mode.SHIFT else group.mode
         plan.mode = group.mixed or mode if mode is Mode.SP else mode
         return plan
@@ -260,9 +212,9 @@ class FakeMode:
         self.known -= plan.ended
         for part, at in zip(plan.parts, slots, strict=True):
             words = self._words(part)
-            found = self.engine.kv.tokens(at, self.width)[: part.start]
+            found = self.engine.kv.tokens(at, self.split)[: part.start]
             assert (found == words[: part.start]).all(), f"the KV of {part.name} is not there."
-            self.engine.kv.write(at, self.width, part.start, words[part.start :])
+            self.engine.kv.write(at, self.split, part.start, words[part.start :])
             self.known.add(part.name)
         return {
             part.name: token_at(part.prompt, part.start + part.count)
@@ -270,14 +222,25 @@ class FakeMode:
             if part.gives
         }
 
-    def _words(self, part: Part) -> npt.NDArray[np.int64]:
-        """Return this member's share, (tokens, heads), of the KV of a task after its step."""
-        heads = self.engine.kv.geometry.heads_per_rank(self.width)
-        first = self.ranks.index(self.engine.spec.rank) * heads
+    def _words(self, part: Part) -> Words:
+        """Return this member's share, (tokens, layers, heads), of a task's KV after its step."""
+        slots = self.engine.kv.geometry.slots(self.split)
+        share = self.split.share_of(self.ranks.index(self.engine.spec.rank))
+        # More members than heads share those of a column.
+        row, column = divmod(share, self.split.tp)
+        column = column * slots.columns // self.split.tp
+        layers = np.arange(row * slots.layers, (row + 1) * slots.layers)[:, None]
+        heads = np.arange(column * slots.heads, (column + 1) * slots.heads)
         key = zlib.crc32(str(part.prompt).encode()) + 1
-        positions = np.arange(part.start + part.count)[:, None]
-        words: npt.NDArray[np.int64] = key * 10_000 + positions * 16 + first + np.arange(heads)
+        positions = np.arange(part.start + part.count)[:, None, None]
+        words: Words = ((key * 10_000 + positions) * LAYERS + layers) * 16 + heads
         return words
+
+
+def times_of(width: int, staged: Staged | None, step_us: int) -> StepTimes:
+    """Return times that say that steps of any size take so long."""
+    mode: StepMode = staged or (Mode.DP if width == 1 else Mode.TP)
+    return StepTimes(width, {mode: StepCurve(((1, step_us),))})
 
 
 class FakeEngine:
@@ -302,10 +265,15 @@ class FakeEngine:
         self.mover: EngineMover = FakeMover(spec.rank, cell.memory)
         self.intake = FakeIntake()
         self.communicators = FakeCommunicators(cell.aborted)
-        self.modes = {width: self._mode(width) for width in spec.widths}
+        self.modes: dict[int | Staged, FakeMode] = {
+            width: self._mode(width) for width in spec.widths
+        }
+        self.modes |= {each: self._mode(each.width, each) for each in spec.pipelines}
         self.probe = FakeProbe()
         self.probed: dict[tuple[int, StepMode], tuple[tuple[float, ...], int]] = {
-            (width, Mode.DP if width == 1 else Mode.TP): (PROBE, 7) for width in spec.widths
+            (mode.width, each): (PROBE, 7)
+            for mode in self.modes.values()
+            for each in mode.times.curves
         }
         self.selected: FakeMode | None = None
         self.formation = 0
@@ -313,20 +281,22 @@ class FakeEngine:
         self.met: list[int] = []
         """The widths in which the members have met, in order."""
 
-    def _mode(self, width: int) -> FakeMode:
+    def _mode(self, width: int, staged: Staged | None = None) -> FakeMode:
+        """Make the objects of groups of a width; of pipeline groups if they are `staged`."""
         first = self.spec.rank // width * width
         ranks = tuple(map(Rank, range(first, first + width)))
-        slots = self.kv.geometry.slots_per_page(width)
+        stages = staged.pp if staged is not None else 1
+        page = self.kv.geometry.slots(Split(stages, width // stages))
         scheduler = None
         if ranks[0] == self.spec.rank:
             tokens = self.kv.geometry.tokens_per_slot
-            scheduler = FakeScheduler(slots, tokens, self.cell.max_tasks, self.cell.budget)
-        table = SlotTable(self.kv.num_pages, slots) if width > 1 else None
-        curve: dict[StepMode, StepCurve] = {
-            Mode.DP if width == 1 else Mode.TP: StepCurve(((1, STEP_US),))
-        }
+            scheduler = FakeScheduler(
+                page.count, tokens, self.cell.max_tasks, self.cell.budget, stages=stages
+            )
+        table = SlotTable(self.kv.num_pages, page.count, page) if width > 1 else None
         queue = self.cell.queue(ranks, self.spec.rank)
-        return FakeMode(self, ranks, scheduler, table, queue, StepTimes(width, curve))
+        times = times_of(width, staged, STEP_US)
+        return FakeMode(self, ranks, scheduler, table, queue, times, stages)
 
     def know(self, present: Mapping[Rank, int]) -> None:
         self.present = dict(present)
@@ -339,20 +309,27 @@ class FakeEngine:
             max_model_len_tokens=self.cell.budget,
             tokens_per_step_max=self.cell.budget,
             memory=(("kv", self.kv.words.nbytes),),
-            step_times=tuple(width_times(mode.times) for mode in self.modes.values()),
+            step_times=tuple(map(width_times, self._times())),
             whole_layers=self.whole_layers,
         )
+
+    def _times(self) -> Iterable[StepTimes]:
+        """Return one for each width, with those of its pipeline groups."""
+        found: dict[int, StepTimes] = {}
+        for mode in self.modes.values():
+            known = found.get(mode.width)
+            found[mode.width] = mode.times if known is None else known.plus(mode.times)
+        return found.values()
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
         led = (mode.scheduler for mode in self.modes.values() if mode.scheduler is not None)
         return (("preemptions", sum(each.preemptions for each in led)),)
 
     def of_width(self, width: int, stages: int = 1) -> FakeMode:
-        assert stages == 1, "fake engines have no pipeline groups."
-        return self.modes[width]
+        return self.modes[Staged(stages, width // stages) if stages > 1 else width]
 
     def select(self, width: int, formation: int = 0, stages: int = 1) -> FakeMode:
-        self.selected, self.formation = self.modes[width], formation
+        self.selected, self.formation = self.of_width(width, stages), formation
         return self.selected
 
     def done(self) -> Callable[[], bool]:
@@ -391,16 +368,19 @@ class FakeCell:
         tokens_per_slot: int = 32,
         max_tasks: int = 8,
         budget: int = 96,
+        pipelines: Sequence[Staged] = (),
     ) -> None:
         """Groups may have all widths up to `world`, a power of two; `budget` tokens make a step.
 
-        Each rank has as many `pages`, or as many as stand in its place.
+        Each rank has as many `pages`, or as many as stand in its place. `pipelines` are the
+        pipeline groups that may be formed.
         """
         self.max_tasks = max_tasks
         self.budget = budget
         self.widths = tuple(1 << power for power in range(world.bit_length()))
         self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
-        geometry = PageGeometry(1, 4, 1, 1, 4, tokens_per_slot)
+        self.pipelines = tuple(each for each in pipelines if each.width <= world)
+        geometry = PageGeometry(LAYERS, 4, 1, 1, 4, tokens_per_slot)
         everyone = tuple(map(Rank, range(world)))
         sizes = [pages] * world if isinstance(pages, int) else pages
         self.memory: dict[int, FakeKV] = {
@@ -413,7 +393,9 @@ class FakeCell:
     def _spec(self, rank: Rank, world: int) -> RankSpec:
         together = dict.fromkeys(map(Rank, range(world)), 1)
         return RankSpec(
-            rank, Rank(0), world, self.widths, self.widths[-1], "", 1, together=together
+            *(rank, Rank(0), world, self.widths, self.widths[-1], "", 1),
+            pipelines=self.pipelines,
+            together=together,
         )
 
     def queue(self, ranks: tuple[Rank, ...], rank: Rank) -> FakeQueue:
@@ -422,6 +404,6 @@ class FakeCell:
         return FakeQueue(ends[rank], [end for each, end in ends.items() if each != rank])
 
 
-def fake_engine(rank: int = 0, world: int = 1, **sizes: int) -> FakeEngine:
+def fake_engine(rank: int = 0, world: int = 1, **sizes: Any) -> FakeEngine:
     """One rank's engine of a cell of its own; see `FakeCell`."""
     return FakeCell(world, **sizes).engines[Rank(rank)]

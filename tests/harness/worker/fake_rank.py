@@ -14,9 +14,11 @@ from worker.rank.runtime import GroupRuntime
 PROMPT = tuple(range(40))
 
 
-def binding_of(first: int, width: int, formation: int) -> Binding:
-    """Return the dp or tp group of these ranks."""
+def binding_of(first: int, width: int, formation: int, stages: int = 1) -> Binding:
+    """Return the dp, tp or pipeline group of these ranks."""
     ranks = tuple(map(Rank, range(first, first + width)))
+    if stages > 1:
+        return Binding(Group(ranks, Mode.PP, width // stages), formation)
     return Binding(Group(ranks, Mode.DP if width == 1 else Mode.TP), formation)
 
 

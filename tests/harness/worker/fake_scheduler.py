@@ -2,8 +2,10 @@
 
 It does what a rank can see of vLLM's: running tasks first, then waiting ones; a step takes as many
 tokens as its budget allows; blocks that an in-flight step writes are free after it; a task that
-finds no block preempts the last one. It caches no prefixes. Tokens depend on the prompt and the
-position alone (`token_at`), so a task goes on with the same ones wherever it is.
+finds no block preempts the last one. It caches no prefixes. In a pipeline group, whose steps are
+planned while others are in flight, no step has a task whose next token is in flight. Tokens depend
+on the prompt and the position alone (`token_at`), so a task goes on with the same ones wherever it
+is.
 """
 
 import json
@@ -158,6 +160,8 @@ class FakeScheduler:
     tokens_per_step_max: int
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     preemptions: int = 0
+    stages: int = 1
+    """Pipeline stages of the group."""
 
     def __post_init__(self) -> None:
         self.running: list[FakeRequest] = []
@@ -208,7 +212,8 @@ class FakeScheduler:
 
     @property
     def has_more(self) -> bool:
-        return self.has_requests()
+        is_due = any(not (each.is_over or self._awaits_token(each)) for each in self.running)
+        return bool(self._ended or self.waiting) or is_due
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
@@ -298,7 +303,9 @@ class FakeScheduler:
         self.tidy()
         room, parts = self.tokens_per_step_max, list[Part]()
         for request in list(self.running):
-            if request.is_over or not room or request not in self.running:
+            if request.is_over or self._awaits_token(request):
+                continue
+            if not room or request not in self.running:
                 continue
             if (part := self._part(request, room, preempts=True)) is not None:
                 parts.append(part)
@@ -309,9 +316,14 @@ class FakeScheduler:
             self.running.append(self.waiting.pop(0))
             parts.append(part)
             room -= part.count
-        self._planned += 1
         ended, self._ended = frozenset(self._ended), set()
+        # Nobody computes or finishes a void step of a pipeline group.
+        self._planned += bool(parts or ended or self.stages == 1)
         return FakePlan(tuple(parts), ended, self._planned)
+
+    def _awaits_token(self, request: FakeRequest) -> bool:
+        """Whether the task is in no further step before one that is in flight is over."""
+        return self.stages > 1 and request.planned > 0
 
     def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
         start = request.computed
