@@ -1,5 +1,6 @@
-"""Pipeline groups: each family as static vLLM computes it, and streams that cross all modes."""
+"""Pipeline groups: families as static vLLM computes them, streams that cross modes, lost stages."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness.cells.bare_cell import bare_cell
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.crossed_stream import cross
+from tests.harness.cells.lost_ranks import (
+    all_serve,
+    back,
+    begun,
+    four_ranks,
+    kill,
+    pids_of,
+    serves,
+    submit,
+    tell_pauses,
+    tokens_of,
+    until,
+)
 from tests.harness.vllm.answers import ENGINE_ARGS, answers
 from tests.harness.vllm.families import BY_SLUG, Family
 from tests.harness.vllm.reference_files import reference
 from tests.harness.vllm.references import FP32_TOLERANCE
-from tests.harness.vllm.tiny_models import make_family
+from tests.harness.vllm.tiny_models import make_family, model_of
 
 pytestmark = pytest.mark.ranks
 
 PIPELINES: dict[str, Any] = {"pipelines": ["pp2"]}
 OFTEN = ("olmo-2", "gemma-2")
+PARAMS: dict[str, Any] = {"logprobs": 1, "ignore_eos": True}
+STAGES = {3: "first", 1: "third", 0: "last"}
+"""The stage of each rank that is killed in pp4."""
 
 
 def probe_errors(folder: Path) -> dict[str, float]:
@@ -48,3 +65,49 @@ async def test_family(family: Family, tmp_path: Path) -> None:
     difference = np.abs(np.subtract(moved.logprobs, calm.logprobs)).max()
     print(f"{family.name}: a stream across {layouts} differs by {difference:.2e}")
     assert difference < FP32_TOLERANCE
+
+
+@pytest.mark.timeout(400)
+async def test_no_stream_notices_that_stages_die(tmp_path: Path, record_property: Any) -> None:
+    """The first, a middle and the last stage, each in mid-stream; each comes back into pp4."""
+    limits, model = {"pipelines": ["pp4", "pp2"]}, model_of("four-layers", tmp_path)
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    with four_ranks(folder, model=model, limits=limits) as cell:
+        client = TaskClient()
+        async with client.connected(cell):
+            calm = await client.finish(*submit(client, "calm", **PARAMS))
+        for rank, stage in STAGES.items():
+            cell.switch("pp4", "reshard")
+            streams = await through_loss(cell, f"{stage} stage", rank)
+            assert tokens_of(streams) == tokens_of(calm)
+            differences = [
+                np.abs(np.subtract(each.logprobs, other.logprobs)).max()
+                for each, other in zip(streams, calm, strict=True)
+            ]
+            assert max(differences) < FP32_TOLERANCE
+            pause_s = tell_pauses(f"{stage} stage", streams)
+            record_property("summary", f"{stage} of four stages lost: pause {pause_s:.2f} s")
+            assert pause_s < cell.config.cell.step_limit_ms / 2e3
+            until(cell, "whole", all_serve)
+            took_s = until(cell, "in pp4 again", serves("pp4"))
+            print(f"pp4 again {took_s:.1f} s after all ranks serve")
+            back(cell, f"{stage} stage")
+            async with client.connected(cell):
+                again = await client.finish(*submit(client, f"after {rank}", **PARAMS))
+            assert tokens_of(again) == tokens_of(calm)
+        assert "rank_stuck" not in cell.log("worker")
+
+
+async def through_loss(cell: BareCell, tag: str, rank: int) -> list[Stream]:
+    """Kill a rank in the middle of all streams; returns them at their end."""
+    client, before = TaskClient(), pids_of(cell)
+    async with client.connected(cell):
+        names = submit(client, tag, **PARAMS)
+        await begun(client, names)
+        seen_s = await asyncio.to_thread(kill, cell, rank, before[rank])
+        streams = await client.finish(*names)
+    print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
+    after = pids_of(cell)
+    assert {each for each in after if after[each] != before[each]} <= {rank}, "others live on"
+    return streams

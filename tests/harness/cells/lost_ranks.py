@@ -95,13 +95,15 @@ def renew(cell: BareCell) -> None:
     until(cell, "serving", all_serve)
 
 
-def submit(client: TaskClient, tag: str, tokens: int = TOKENS) -> list[str]:
-    """Ask for all streams; longer ones begin with the same tokens."""
+def submit(client: TaskClient, tag: str, tokens: int = TOKENS, **params: Any) -> list[str]:
+    """Ask for all streams; longer ones begin with the same tokens, greedy and seeded in turn."""
     names = [f"{tag}-{number}" for number in range(TASKS)]
     for number, name in enumerate(names):
         prompt = [10 + (number * 37 + place) % 4000 for place in range(20 + 7 * number)]
         temperature = 0.8 if number % 2 else 0.0
-        client.submit(name, prompt, max_tokens=tokens, temperature=temperature, seed=number)
+        client.submit(
+            name, prompt, max_tokens=tokens, temperature=temperature, seed=number, **params
+        )
     return names
 
 

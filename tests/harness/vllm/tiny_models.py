@@ -49,6 +49,7 @@ LONG: dict[str, Any] = {**SIZES, "max_position_embeddings": 1024, "initializer_r
 MODELS: dict[str, Any] = {
     # Padded it is 65 x 64, so no part of it is a multiple of 64.
     "untied": LlamaConfig(**{**LONG, "vocab_size": 4132}, tie_word_embeddings=False),
+    "four-layers": LlamaConfig(**{**LONG, "num_hidden_layers": 4}),
     "qkv-bias": Qwen2Config(**LONG, tie_word_embeddings=False),
     "one-kv-head": Qwen3Config(**{**LONG, "num_key_value_heads": 1}, head_dim=32),
     "qwen3-moe": Qwen3MoeConfig(
