@@ -25,28 +25,33 @@ class Decoding(Protocol):
 T = TypeVar("T", bound=Decoding)
 
 
-def hidden_decodes(running: Sequence[T], stages: int) -> set[T]:
-    """Return the decodes that wait for one of the next steps.
+def hidden_decodes(running: Sequence[T], stages: int, turn: int) -> set[T]:
+    """Return the decodes that wait for a step after this one, which is the `turn`-th.
 
-    Each step gets a share of all n decoding tasks: at most ceil(n / stages), in-flight ones
-    counted (Seesaw, section 3.1: micro-batches). Prompts are never hidden.
+    Each step gets a share of all n decoding tasks, in-flight ones counted (Seesaw, section 3.1:
+    micro-batches). The shares of as many steps as there are stages add up to n and differ by at
+    most one, so sizes even out whatever they are at first. Prompts are never hidden.
     """
     to_compute = [each.num_tokens - each.num_computed_tokens for each in running]
     decoding = sum(tokens <= 1 for tokens in to_compute)
     ready = [each for each, tokens in zip(running, to_compute, strict=True) if tokens == 1]
-    return set(ready[-(-decoding // stages) :])
+    share, rest = divmod(decoding, stages)
+    return set(ready[max(1, share + (turn % stages < rest)) :])
 
 
 def schedule_share(scheduler: Any, stages: int) -> SchedulerOutput:
     """Let vLLM's scheduler plan one of the steps that the stages of its group compute at once."""
     running = scheduler.running
-    hidden = hidden_decodes(running, stages)
+    hidden = hidden_decodes(running, stages, scheduler.sched_step_seq)
     scheduler.running = [each for each in running if each not in hidden]
+    # vLLM admits tasks up to the second bound, and asserts the first one, which runners have.
     scheduler.max_num_running_reqs -= len(hidden)
+    scheduler.max_num_active_reqs -= len(hidden)
     try:
         output: SchedulerOutput = scheduler.schedule()
     finally:
         scheduler.max_num_running_reqs += len(hidden)
+        scheduler.max_num_active_reqs += len(hidden)
         now, before = set(scheduler.running), set(running)
         scheduler.running = [
             *(each for each in running if each in now or each in hidden),
