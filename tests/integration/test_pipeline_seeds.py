@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
 
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
@@ -32,7 +31,7 @@ from tests.harness.cells.random_load import (
 from tests.harness.vllm.reshard_cases import Case, wanted_cases
 from tests.harness.vllm.static_pipeline import TOKENS
 from tests.harness.vllm.static_process import run_static
-from tests.harness.vllm.tiny_models import LONG, make_model
+from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [
     pytest.mark.ranks,
@@ -43,7 +42,6 @@ pytestmark = [
 SEEDS = 32
 ROUNDS = 2
 AT_ONCE = 24
-LAYER_COUNT = 4
 FEW_PAGES_BYTES = 12 << 20
 """Less than the tasks need together, so vLLM preempts some in every mode."""
 LAYOUTS = ("dp4", "pp4", "tp4", "pp2+pp2", "sp4", "pp2+dp2", "tp2+pp2", "dp2+tp2")
@@ -56,10 +54,7 @@ PLANS = ("reshard", "reshard", "pause", "recompute", "drain")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint whose layers four stages divide."""
-    folder = tmp_path_factory.mktemp("four-layers")
-    sizes = {**LONG, "num_hidden_layers": LAYER_COUNT}
-    make_model(folder, LlamaConfig(**sizes, tie_word_embeddings=False))
-    return folder
+    return model_of("four-layers", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
