@@ -37,11 +37,14 @@ That one takes 2 to 4 ms longer than in service, as the device waits for its lau
 whole step of a small model.
 """
 
-CPU_TOKENS_MAX = 512
+CPU_TOKENS_MAX = 256
 """Largest step measured on CPU; beyond it the curves are extrapolated.
 
 A step of 2,048 tokens takes seconds there.
 """
+
+CPU_REPEATED_TOKENS_MAX = 64
+"""Largest step measured more than once on CPU: longer ones differ less from time to time."""
 
 
 def settle_parts(runner: Any, device: torch.device) -> None:
@@ -96,8 +99,10 @@ def measure_steps(
         all_sizes = bool(floors) or device.type == "cuda"
         sizes = sizes_to_measure(largest, runner.modes, all_sizes=all_sizes)
         samples: dict[int, list[float]] = {size: [] for size in sizes}
-        for _ in range(REPEATS):
+        for repeat in range(REPEATS):
             for size in sizes:
+                if repeat and device.type == "cpu" and size > CPU_REPEATED_TOKENS_MAX:
+                    continue
                 samples[size].append(_timed_step(runner, mode, size, device))
         curves[mode] = fitted(samples)
     runner.use(runner.modes[0])
