@@ -59,7 +59,7 @@ class StageLink:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors of any shapes to the next stage; waits while the ring is full."""
-        for piece in self._cut(tensors):
+        for piece in self._cut([each.contiguous() for each in tensors]):
             self._wait(lambda: self._count - self._others_count() < PIECES)
             self._pieces[self._count % PIECES, : piece.numel()].copy_(piece)
             self._publish()
@@ -73,7 +73,7 @@ class StageLink:
             self._publish()
 
     def _cut(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Begin a message in the formation of now; yield its bytes piece by piece."""
+        """Begin a message of contiguous tensors in the formation of now; yield its bytes."""
         formation = self._formations.formation
         if formation != self._formation:
             self._formation, self._count = formation, 0
@@ -81,7 +81,7 @@ class StageLink:
         if self._formations.is_aborted(formation):
             raise PeerLostError(formation)
         for tensor in tensors:
-            yield from tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES)
+            yield from tensor.view(-1).view(torch.uint8).split(PIECE_BYTES)
 
     def _others_count(self) -> int:
         """Return the pieces of the other end in this formation; raises if it is in a later one."""
