@@ -84,7 +84,8 @@ class Staged:
             if count < 1 or count & (count - 1):
                 raise StagedError(f"{word}{count} in '{self}' is not a power of two.")
         if self.pp == 1:
-            raise StagedError(f"'{self}' has a single stage; use 'tp{self.tp}'.")
+            other = f"tp{self.tp}" if self.tp > 1 else "dp1"
+            raise StagedError(f"'{self}' has a single stage; use '{other}'.")
 
     def __str__(self) -> str:
         """Return the notation, such as `pp4` or `pp2tp2`."""

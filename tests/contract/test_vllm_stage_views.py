@@ -36,3 +36,16 @@ def test_a_block_is_the_slot_that_the_geometry_says(split: Split) -> None:
                 for page in range(buffer.num_pages):
                     expected = dp[row * slots.layers + layer][page, heads]
                     assert torch.equal(view[first + page * slots.columns], expected)
+
+
+@pytest.mark.parametrize("split", [Split(1, 1), Split(1, 4), Split(2, 1), Split(4, 2)], ids=str)
+def test_a_scheduler_has_the_slots_of_all_pages_and_no_more(split: Split) -> None:
+    """The engine's own configuration counts blocks through the regions of all layers."""
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    buffer = KVBuffer({f"layer{i}": spec for i in range(8)}, 5, torch.device("cpu"))
+    logical, config = buffer.logical_config(split), buffer.config(split)
+    assert logical.num_blocks == 5 * buffer.geometry.slots(split).count
+    assert (config.num_blocks == logical.num_blocks) == (split.pp == 1)
+    assert config.num_blocks >= logical.num_blocks
+    assert logical.kv_cache_groups == config.kv_cache_groups
+    assert logical.kv_cache_groups[0].kv_cache_spec.block_size == 32

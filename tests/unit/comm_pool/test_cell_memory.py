@@ -13,6 +13,7 @@ from comm_pool.cpu.cell_memory import (
     clear,
     directory_name,
     kv_name,
+    link_name,
     mailbox_name,
     manifest_name,
     measurements_name,
@@ -21,7 +22,7 @@ from comm_pool.cpu.cell_memory import (
     rest_name,
     weights_name,
 )
-from comm_pool.mixed import Mixed
+from comm_pool.mixed import Mixed, Staged
 
 LENGTH = 1 << 16
 OF_A_RANK = (mailbox_name, kv_name, weights_name, rest_name, manifest_name, measurements_name)
@@ -112,3 +113,17 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
         wanted |= {name(rank) for rank in range(4)}
     assert set(memory._files) == wanted
     memory.close()
+
+
+def test_a_cell_has_a_link_between_all_neighbouring_stages() -> None:
+    plain = cell_memory(8, (1, 2, 4, 8), ())
+    memory = cell_memory(8, (1, 2, 4, 8), (), (Staged(2), Staged(4), Staged(2)))
+    pairs, quads = [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)]
+    wanted = [link_name(pair, 0) for pair in pairs]
+    wanted += [link_name(quad, stage) for quad in quads for stage in range(3)]
+    assert len(set(wanted)) == len(wanted)
+    assert link_name((4, 5), 0) == "link-4-5-from0"
+    assert set(memory._files) - set(plain._files) == set(wanted)
+    assert set(plain._files) <= set(memory._files)
+    for each in (plain, memory):
+        each.close()

@@ -165,7 +165,12 @@ def test_any_messages_come_in_order(messages: list[list[tuple[torch.dtype, int]]
             sent[-1].append(numbers(length, place, dtype))
             place += length
     received = [[torch.empty_like(each) for each in message] for message in sent]
-    sending = ends._threads.submit(lambda: [ends.sender.send(each) for each in sent])
+
+    def send_all() -> None:
+        for each in sent:
+            ends.sender.send(each)
+
+    sending = ends._threads.submit(send_all)
     for message, wanted in zip(received, sent, strict=True):
         ends.receive(*message).result(LIMIT_S)
         assert equal(message, wanted)
@@ -333,24 +338,24 @@ def test_bytes_are_void_if_the_sender_has_gone_on_while_they_were_read(
 ) -> None:
     ends.sender.send([torch.ones(4)])
 
-    class Late(torch.Tensor):
-        """Something to read into, which takes long."""
+    class Piece:
+        """Memory that takes long to copy to."""
 
-    def slow_copy(piece: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        ends.of_sender.enter(BORN + 1)
-        ends.sender.send([torch.full((4,), 2.0)])
-        return source
+        def numel(self) -> int:
+            return 16
 
-    whole = [torch.empty(16, dtype=torch.uint8).as_subclass(Late)]
-    monkeypatch.setattr(Late, "copy_", slow_copy, raising=False)
-    monkeypatch.setattr(ends.receiver, "_cut", lambda _: _begun(ends.receiver, whole))
+        def copy_(self, source: torch.Tensor) -> None:
+            assert source.view(torch.float32).tolist() == [1.0] * 4
+            ends.of_sender.enter(BORN + 1)
+            ends.sender.send([torch.full((4,), 2.0)])
+
+    def pieces(_: Sequence[torch.Tensor]) -> Iterator[Any]:
+        yield from StageLink._cut(ends.receiver, [])
+        yield Piece()
+
+    monkeypatch.setattr(ends.receiver, "_cut", pieces)
     with pytest.raises(PeerLostError):
         ends.receiver.receive([])
-
-
-def _begun(link: StageLink, pieces: list[Any]) -> Iterator[Any]:
-    yield from StageLink._cut(link, [])
-    yield from pieces
 
 
 @pytest.mark.parametrize("lead", [0, 2, PIECES])

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import Staged
 from worker.rank.step_times import (
     PACE,
     StepCurve,
@@ -170,3 +171,30 @@ def test_the_pace_is_the_size_of_a_graph_where_steps_replay_one() -> None:
     assert pace_tokens(points, 69_000, sizes) == 1024
     assert pace_tokens(points, 69_000, sizes[:-1]) == int(PACE * 69_000 / 105)
     assert pace_tokens(line(15_000, 105.0, 1, 64, 256, 1024, 2048), 15_000, sizes) == 256
+
+
+def test_times_of_a_pipeline_group_come_beside_those_of_tp() -> None:
+    fast, slow = StepCurve(((1, 10), (64, 20))), StepCurve(((1, 30), (64, 90)))
+    of_tp = StepTimes(
+        4, {Mode.TP: slow, Mode.SP: fast}, 16, {Mode.SP: 5}, pace_tokens={Mode.SP: 99}
+    )
+    of_pp = StepTimes(4, {Staged(4): fast})
+    both = of_tp.plus(of_pp)
+    assert dict(both.curves) == {Mode.TP: slow, Mode.SP: fast, Staged(4): fast}
+    assert both.names == ("tp4", "sp4", "pp4")
+    assert (both.width, both.graphed_tokens) == (4, 16)
+    assert (both.floor_us, both.pace_tokens) == ({Mode.SP: 5}, {Mode.SP: 99})
+    assert both.sp_from_tokens == of_tp.sp_from_tokens
+    assert both.mixed == (), "a pipeline group is no mode that a shift group could choose"
+    assert width_times(both).curves == (
+        ("tp", slow.points),
+        ("sp", fast.points),
+        ("pp4", fast.points),
+    )
+    assert dict(of_tp.curves) == {Mode.TP: slow, Mode.SP: fast}, "they are as they were"
+
+
+def test_newer_times_of_a_mode_replace_older_ones() -> None:
+    older, newer = StepCurve(((1, 10),)), StepCurve(((1, 30),))
+    found = StepTimes(2, {Mode.TP: older}).plus(StepTimes(2, {Mode.TP: newer}))
+    assert dict(found.curves) == {Mode.TP: newer}
