@@ -105,9 +105,12 @@ async def through_loss(cell: BareCell, tag: str, rank: int) -> list[Stream]:
     async with client.connected(cell):
         names = submit(client, tag, **PARAMS)
         await begun(client, names)
+        assert serves("pp4")(cell)
         seen_s = await asyncio.to_thread(kill, cell, rank, before[rank])
+        unfinished = sum(not client.streams[name].finished for name in names)
         streams = await client.finish(*names)
-    print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
+    print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms, with {unfinished} streams")
+    assert unfinished == len(names)
     after = pids_of(cell)
     assert {each for each in after if after[each] != before[each]} <= {rank}, "others live on"
     return streams
