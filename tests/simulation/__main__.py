@@ -25,12 +25,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", action="store_true", help="ranks hold parts of the weights")
     parser.add_argument("--borrow", action="store_true", help="and borrow the parts they lack")
     parser.add_argument("--precopy", action="store_true", help="KV is copied before groups leave")
+    parser.add_argument("--pipelines", action="store_true", help="some groups have stages")
     chosen = parser.parse_args(arguments)
     kind = Kind(
         chosen.wide,
         chosen.parts or chosen.borrow,
         chosen.borrow,
         chosen.precopy,
+        chosen.pipelines,
         chosen.mutation,
     )
     if chosen.count == 1:

@@ -150,12 +150,13 @@ def check_pages_of_leader(process: "SimRank") -> None:
     participant, binding = process.participant, process.participant.binding
     if not (participant.is_leader and participant.serving) or binding is None:
         return
-    mode, pool = process.engine.of_width(binding.group.width), process.engine.pages
-    scheduler, ranks = mode.scheduler, binding.group.ranks
+    group, pool = binding.group, process.engine.pages
+    scheduler = process.engine.of_width(group.width, group.stages).scheduler
+    ranks = group.ranks
     if process.engine.communicators.is_aborted(ranks, binding.formation):
         return  # It may have been lost before it began; its leader leaves it next.
     assert scheduler is not None
-    leased = pool.own_pages() if len(ranks) == 1 else pool.lease_indices(ranks)
+    leased = pool.own_pages() if len(ranks) == 1 else pool.lease_indices(group.lease_key)
     given = {block // scheduler.slots_per_page for block in scheduler._granted}
     check(not given & scheduler.aside, f"rank {process.rank} uses what it has set aside")
     if given | scheduler.aside != set(leased.tolist()):

@@ -4,6 +4,7 @@ import random
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
+from comm_pool.mixed import Staged
 from coordinator.model.events import RenewalWanted
 from coordinator.model.settings import CoreSettings, OutlierSettings, QueueBounds, TierBounds
 from coordinator.protocol.terms import Carry, Phase, Tier
@@ -26,6 +27,13 @@ LAYOUTS_OF_BLOCKS = tuple(
     each for each in LAYOUTS_OF_PARTS if all(g.width == NARROWEST_OF_PARTS for g in each.groups)
 )
 """The same where those that are started again have no communicators with the others."""
+PIPELINES = Staged(2, 1), Staged(4, 1)
+LAYOUTS_OF_STAGES = tuple(
+    each
+    for each in supported_layouts(8, (1, 2, 4), (Mode.DP, Mode.TP, Mode.PP))
+    if any(group.mode is Mode.PP for group in each.groups)
+)
+"""Those with pipeline groups."""
 OFTEN = {
     Carry.RESHARD: 5,
     Carry.SPECULATE: 2,
@@ -39,6 +47,9 @@ CARRIES = tuple(carry for carry, times in OFTEN.items() for _ in range(times))
 
 class Faults:
     """Chances per tick, and what is broken right now."""
+
+    pipelines: tuple[Staged, ...] = ()
+    """The pipeline groups that ranks have prepared."""
 
     def __init__(self, rng: random.Random, *, parts: bool = False, borrow: bool = False) -> None:
         self.rng = rng
@@ -105,6 +116,16 @@ class Faults:
         self._own = own
         self._core_at = 0
         self._now = 0
+
+    def add_stages(self) -> None:
+        """Draw layouts with pipeline groups, and more tasks; no step runs on a device."""
+        self.pipelines = PIPELINES
+        own = random.Random(f"{self.rng.getstate()} pipelines")
+        both = (*LAYOUTS, *LAYOUTS_OF_STAGES, *LAYOUTS_OF_STAGES)
+        few = [*own.sample(LAYOUTS_OF_STAGES, 2), *own.sample(LAYOUTS, own.choice((0, 1)))]
+        self.layouts = own.choice((both, few, few))
+        self.submit = own.choice((0.15, 0.4, 0.8))
+        self.spins = self.drains = False
 
     def is_cut(self, rank: Rank) -> bool:
         """The network between the rank and the coordinator is down."""
@@ -193,7 +214,8 @@ class Faults:
     def _switch_partly(self, world: "World") -> None:
         """Want another layout in which some wide groups stay that are just being formed."""
         formed_now = forming(world)
-        partly = [layout for layout in LAYOUTS if formed_now.intersection(layout.groups)]
+        known = (*LAYOUTS, *LAYOUTS_OF_STAGES) if self.pipelines else LAYOUTS
+        partly = [layout for layout in known if formed_now.intersection(layout.groups)]
         if partly:
             self._switch(world, self.rng.choice(partly))
 

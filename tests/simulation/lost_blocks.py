@@ -37,13 +37,14 @@ class Pieces:
 
 
 class KVOfRanks(Mapping[Rank, Bytes]):
-    """The KV memory of the ranks of a cell as bytes, (1, bytes)."""
+    """The KV memory of the ranks of a cell as bytes, (layers, bytes)."""
 
-    def __init__(self, memory: Mapping[int, FakeKV]) -> None:
+    def __init__(self, memory: Mapping[int, FakeKV], layers: int) -> None:
         self._memory = memory
+        self._layers = layers
 
     def __getitem__(self, rank: Rank) -> Bytes:
-        return self._memory[rank].words.view(np.uint8).reshape(1, -1)
+        return self._memory[rank].words.view(np.uint8).reshape(self._layers, -1)
 
     def __iter__(self) -> Iterator[Rank]:
         return map(Rank, self._memory)

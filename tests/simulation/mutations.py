@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from comm_pool import layout
 from comm_pool.layout import Rank
 from coordinator.model.events import Effect
 from coordinator.protocol.messages.rank import Directive, Drop, GiveBack, RankHello, Report
@@ -26,7 +27,7 @@ from coordinator.tasks.task import Task
 from coordinator.tasks.task_pool import TaskPool
 from coordinator.tasks.task_table import TaskTable
 from kvadaptor.group_directory import GroupDirectory
-from kvadaptor.reshard.terms import UnitCopies
+from kvadaptor.reshard.terms import OldGroup, UnitCopies
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
 from worker.engine import lost_kv
 from worker.engine.lost_kv import LostKV
@@ -37,7 +38,7 @@ from worker.rank.events import Effect as RankEffect
 from worker.rank.events import Event as RankEvent
 from worker.rank.inflight_step import InflightStep
 from worker.rank.leases import Key, Leases
-from worker.rank.migration import copy_rounds
+from worker.rank.migration import copy_rounds, manifest
 from worker.rank.migration.copy_rounds import CopyRounds, PreparedMigration
 from worker.rank.migration.migration import Migration
 from worker.rank.runtime import GroupRuntime
@@ -288,6 +289,33 @@ def _enters_at_once(self: BlockEntries, plan: object) -> None:
 _step_is_planned = BlockEntries.step_is_planned
 
 
+def _finishes_the_oldest(self: Steps) -> None:
+    if self._planned:
+        self._finish(self._planned.popleft())
+    else:
+        _finish_inflight(self)
+
+
+_finish_inflight = Steps.finish_inflight
+
+
+def _drops_only_what_is_launched(self: Steps, formation: int) -> None:
+    planned = list(self._planned)
+    _drop(self, formation)
+    self._planned.extend(planned)
+
+
+_drop = Steps.drop
+
+
+def _of_its_ranks(ranks: tuple[Rank, ...], stages: int) -> tuple[Rank, ...]:
+    return ranks
+
+
+def _without_stages(*given: Any) -> OldGroup:
+    return OldGroup(*given[:2])
+
+
 def _is_any_version(self: GroupDirectory, block: int, version: int) -> bool:
     return _is_same(self, block, int(self.versions()[block]))
 
@@ -299,7 +327,20 @@ def _is_always_there(self: LostKV, place: int, tag: int) -> bool:
     return True
 
 
+OF_PIPELINES: dict[str, tuple[Patch, ...]] = {
+    "groups are left with planned steps": ((Steps, "has_planned", False),),
+    "only the oldest planned step is finished": ((Steps, "finish_inflight", _finishes_the_oldest),),
+    "planned steps outlive their formation": ((Steps, "drop", _drops_only_what_is_launched),),
+    "pp and tp of the same ranks have one lease": (
+        (layout, "lease_key", _of_its_ranks),
+        (manifest, "lease_key", _of_its_ranks),
+    ),
+    "stages are taken for ranges of heads": ((manifest, "OldGroup", _without_stages),),
+}
+"""Those of pipeline groups."""
+
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
+    **OF_PIPELINES,
     "accept stale directives": (
         (SwitchParticipant, "on_directive", _on_any_directive),
         (Situation, "_asks", property(_later_if_different)),

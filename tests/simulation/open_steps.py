@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class OpenStep:
-    """One collective of a formation: complete when all members are in it."""
+    """One collective of a formation: complete when all members are in it.
+
+    In a step of a pipeline group, the members of each stage meet, and compute once the stage before
+    has. They wait for no later stage. The members of the last stage are the first ranks.
+    """
 
     def __init__(
         self,
@@ -30,10 +34,14 @@ class OpenStep:
         binding: Binding,
         plan: SimPlan,
         incarnations: Mapping[Rank, int | None],
+        stages: int = 1,
     ) -> None:
+        """Members of a group that meet before its first step do so in a single stage."""
         self._world = world
-        self._ends_at = world.now + world.step_ticks
-        self._are_all_there = False
+        self._stages = stages
+        self._began_at = world.now
+        self._ends_at: list[int] = []
+        """When each stage that has computed is over, from the first one on."""
         self.binding = binding
         self.plan = plan
         self.incarnations = incarnations
@@ -58,7 +66,20 @@ class OpenStep:
     @property
     def is_complete(self) -> bool:
         """Whether all members have computed it."""
-        return self._are_all_there and self._world.now >= self._ends_at
+        return self._is_over_in(self._stages - 1)
+
+    def _is_over_in(self, stage: int) -> bool:
+        """Whether a stage has computed it, and all before that."""
+        return stage < len(self._ends_at) and self._world.now >= self._ends_at[stage]
+
+    def _stage_of(self, rank: Rank) -> int:
+        return self._stages - 1 - self.ranks.index(rank) * self._stages // len(self.ranks)
+
+    def has_passed(self, rank: Rank) -> bool:
+        """Whether a member that is in it need not wait any more; computes if its turn has come."""
+        stage = self._stage_of(rank)
+        self._advance(stage)
+        return self._is_over_in(stage)
 
     @property
     def is_over(self) -> bool:
@@ -68,16 +89,27 @@ class OpenStep:
         """A member is in it now; it computes its share when all are, even if it ends then."""
         self.arrived.add(rank)
         self._computes[rank] = compute
-        if not (self._are_all_there or self.is_void) and len(self.arrived) == len(self.ranks):
-            self._are_all_there = True
-            for each in self._computes.values():
-                each()
+        self._advance(self._stage_of(rank))
+
+    def _advance(self, stage: int) -> None:
+        """Let the members of a stage compute if all are there, and the stage before has."""
+        if stage != len(self._ends_at) or (stage and not self._is_over_in(stage - 1)):
+            return
+        if self.is_void and self._stages == 1:
+            return
+        mates = [rank for rank in self.ranks if self._stage_of(rank) == stage]
+        if self.arrived.issuperset(mates):
+            # Each stage takes as long as a step of another group.
+            began_at = self._world.now if stage else self._began_at
+            self._ends_at.append(began_at + self._world.step_ticks)
+            for rank in mates if self._stages > 1 else list(self._computes):
+                self._computes[rank]()
 
     def leave(self, rank: Rank) -> None:
         """A member has come out of it: it counts for nobody."""
         self.arrived.discard(rank)
         self._computes.pop(rank, None)
-        self.is_void |= not self._are_all_there
+        self.is_void |= self._stage_of(rank) >= len(self._ends_at)
 
 
 class OpenSteps:
@@ -99,7 +131,10 @@ class OpenSteps:
         if plan.table != (own_table := process.engine.table_of()):
             raise Violation(f"lease indices in {own}: {sorted(own_table)}, {sorted(plan.table)}")
         if plan.step is None:
-            plan.step = OpenStep(self._world, plan.binding, plan, process.participant.members)
+            plan.step = OpenStep(
+                *(self._world, plan.binding, plan, process.participant.members),
+                plan.binding.group.stages,
+            )
             draw = self._world.rng.getrandbits(30)
             names = [part.name for part in plan.parts if part.gives]
             plan.step.tokens = {name: draw + number for number, name in enumerate(names)}
@@ -107,11 +142,19 @@ class OpenSteps:
                 self._check_may_begin(process, plan.step)
             else:
                 self._check_has_no_room(plan.step)
+            if plan.binding.group.stages > 1:
+                self._count(plan.step)
             if len(plan.step.ranks) > 1:
                 self._open = [each for each in self._open if not each.is_over]
                 self._open.append(plan.step)
         plan.step.begun_by.add(process.rank)
         return plan.step
+
+    def _count(self, step: OpenStep) -> None:
+        """Count a step of a pipeline group that begins."""
+        others = (each for each in self._open if each.binding == step.binding)
+        self._world.stats.staged += 1
+        self._world.stats.ahead += any(not each.is_over for each in others)
 
     def meeting(self, process: "SimRank", ranks: tuple[Rank, ...], formation: int) -> OpenStep:
         """The members of a group wait for each other, before its first step."""

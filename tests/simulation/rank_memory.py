@@ -6,13 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from comm_pool.layout import Rank
+from comm_pool.mixed import Staged
 from comm_pool.plan import CommunicatorPlan
+from kvadaptor.geometry import PageGeometry
 from kvadaptor.transfer.mailbox import RankMailbox
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_kv import FakeKV
 from tests.simulation.lost_blocks import Content, KVOfRanks, Pieces
 from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
-from tests.simulation.sim_kv import GEOMETRY, SimKV
+from tests.simulation.sim_kv import GEOMETRY, GEOMETRY_OF_STAGES, SimKV
 from tests.simulation.sim_queue import SharedQueue
 from worker.engine import lost_kv
 from worker.engine.lost_kv import LostKV
@@ -27,11 +29,18 @@ class RankMemory(FakeCell):
     """Mailboxes, step queues, marks and KV of the ranks of one cohort."""
 
     def __init__(
-        self, ranks: Collection[Rank], plan: CommunicatorPlan, num_pages: int, *, outlives: bool
+        self,
+        ranks: Collection[Rank],
+        plan: CommunicatorPlan,
+        num_pages: int,
+        geometry: PageGeometry,
+        *,
+        outlives: bool,
     ) -> None:
         """No rank has more than `num_pages`; `outlives`: the memory is of no process."""
         self.max_tasks, self.budget = MAX_TASKS, STEP_TOKENS
         self.num_pages = num_pages
+        self.geometry = geometry
         self.ranks = tuple(sorted(ranks))
         self.aborted = set()
         self.memory: dict[int, FakeKV] = {}
@@ -63,15 +72,16 @@ class RankMemory(FakeCell):
         if self._pieces is not None and rank in self.memory:
             self.memory[rank].words[:] = 0
         else:
-            self.memory[rank] = SimKV(GEOMETRY, num_pages)
+            self.memory[rank] = SimKV(self.geometry, num_pages)
         assert isinstance(mailbox, SimMailbox)
         mailbox.note = partial(process.world.point, rank)
 
     def _open(self, rank: Rank, pieces: Pieces) -> LostKV:
-        slots = {width: GEOMETRY.slots_per_page(width) for width in self._widths}
+        slots = {width: self.geometry.slots_per_page(width) for width in self._widths}
         world, pages = len(self.ranks), self.num_pages
         directories = lost_kv.open_directories(pieces, rank, world, pages, slots)
-        return LostKV(directories, GEOMETRY, rank, KVOfRanks(self.memory))
+        kv = KVOfRanks(self.memory, self.geometry.num_layers)
+        return LostKV(directories, self.geometry, rank, kv)
 
     def join(self, rank: Rank) -> None:
         """Let a new process take the place of one that has ended; the others look on."""
@@ -107,6 +117,7 @@ class Reach:
 
     cohort: int
     widths: tuple[int, ...]
+    pipelines: tuple[Staged, ...]
     memory: RankMemory
     joins: bool
     together: dict[Rank, int]
@@ -121,11 +132,14 @@ class RankMemories:
         plan: CommunicatorPlan,
         widths: tuple[int, ...],
         num_pages: int,
+        pipelines: tuple[Staged, ...] = (),
         *,
         outlive: bool,
     ) -> None:
         """`outlive`: memory of all ranks is of no process; see `RankMemory`."""
         self._num_pages = num_pages
+        self._pipelines = pipelines
+        self._geometry = GEOMETRY_OF_STAGES if pipelines else GEOMETRY
         self._outlive = outlive
         self._world = world
         self._plan = plan
@@ -145,12 +159,19 @@ class RankMemories:
             for rank in ranks:
                 self.joined.add((rank, incarnations[rank]))
                 self._memory.join(rank)
-            return Reach(self._cohort, self._widths, self._memory, True, together)
+            return self._reach(self._memory, together, self._world, joins=True)
         self._cohort += 1
         is_whole = len(ranks) == self._world
         outlives = self._outlive and is_whole
-        memory = RankMemory(ranks, self._plan, self._num_pages, outlives=outlives)
+        memory = RankMemory(ranks, self._plan, self._num_pages, self._geometry, outlives=outlives)
         if is_whole:
             self._memory = memory
-        widths = tuple(width for width in self._widths if width <= len(ranks))
-        return Reach(self._cohort, widths, memory, False, together)
+        return self._reach(memory, together, len(ranks), joins=False)
+
+    def _reach(
+        self, memory: RankMemory, together: dict[Rank, int], world: int, *, joins: bool
+    ) -> Reach:
+        """Groups of up to `world` ranks can be formed."""
+        widths = tuple(width for width in self._widths if width <= world)
+        pipelines = tuple(each for each in self._pipelines if each.width <= world)
+        return Reach(self._cohort, widths, pipelines, memory, joins, together)

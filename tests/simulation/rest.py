@@ -64,10 +64,11 @@ def _unrest_of_rank(process: SimRank) -> str | None:
         return f"still holds {sorted(held)}"
     if process.runtime.migration.precopy.is_busy:
         return "still copies for a switch"
-    scheduler = process.engine.of_width(participant.binding.group.width).scheduler
+    group = participant.binding.group
+    scheduler = process.engine.of_width(group.width, group.stages).scheduler
     if scheduler is not None and scheduler.aside:
         return "keeps pages from its tasks"
-    strangers = set(pages.counts().leased) - {participant.binding.group.ranks}
+    strangers = set(pages.counts().leased) - {group.lease_key}
     return f"still leases pages to {sorted(strangers)}" if strangers else None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from comm_pool import layout
 from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Group, Rank, StepMode
 from comm_pool.mixed import Staged
@@ -289,7 +290,8 @@ class SimEngine(FakeEngine):
         super().__init__(memory, spec)
         if self.lost is not None:
             for mode in self.modes.values():
-                self._enter_blocks(mode, self.lost)
+                if mode.stages == 1:
+                    self._enter_blocks(mode, self.lost)
         self.is_synchronous = self.holds_steps = not on_device
         self.intake: SimIntake = SimIntake()
         self.mover: SimMover = SimMover(process)
@@ -331,13 +333,14 @@ class SimEngine(FakeEngine):
 
     def facts(self) -> EngineFacts:
         """See `Engine`, as all that follows."""
+        facts = super().facts()
         return replace(
-            super().facts(),
+            facts,
             device="sim",
             max_tasks=MAX_TASKS,
             max_model_len_tokens=STEP_TOKENS,
             tokens_per_step_max=STEP_TOKENS,
-            step_times=(),
+            step_times=facts.step_times if self.spec.pipelines else (),
         )
 
     def select(self, width: int, formation: int = 0, stages: int = 1) -> SimMode:
@@ -371,10 +374,11 @@ class SimEngine(FakeEngine):
     def table_of(self) -> frozenset[int]:
         """Return the lease indices of the selected group; none in dp."""
         assert self.selected is not None
-        ranks = self.selected.ranks
-        if len(ranks) == 1:
+        mode = self.selected
+        if mode.width == 1:
             return frozenset()
-        return frozenset(self.pages.lease_indices(ranks).tolist())
+        key = layout.lease_key(mode.ranks, mode.stages)
+        return frozenset(self.pages.lease_indices(key).tolist())
 
     def raise_if_without_room(self) -> None:
         """Raise, once, if the simulation wants a step to find no room."""
@@ -385,17 +389,17 @@ class SimEngine(FakeEngine):
             raise NoRoomError("the simulation says so.")
 
     def meet_in(self, step: "OpenStep", compute: Callable[[], Any] = dict) -> None:
-        """Wait in a collective until all members are there; then each has computed its share."""
+        """Compute in a step with the others, and wait for what its own share of it waits for."""
         rank, ranks = self.process.rank, step.ranks
         step.arrive(rank, compute)
 
         def is_lost() -> bool:
             return self.communicators.is_aborted(ranks, step.formation)
 
-        if not (step.is_complete or is_lost()):
+        if not (step.has_passed(rank) or is_lost()):
             host = self.process.host
-            host.wait(lambda: step.is_complete or is_lost() or self.lacks_room)
-        if step.is_complete:
+            host.wait(lambda: step.has_passed(rank) or is_lost() or self.lacks_room)
+        if step.has_passed(rank):
             return
         step.leave(rank)
         self.raise_if_without_room()
@@ -440,6 +444,7 @@ def spec_of(
     rank: Rank,
     ranks: Iterable[Rank],
     widths: tuple[int, ...],
+    pipelines: tuple[Staged, ...],
     cohort: int,
     together: Mapping[Rank, int],
     *,
@@ -457,6 +462,7 @@ def spec_of(
         widths[-1],
         "",
         1,
+        pipelines=pipelines,
         cohort=cohort,
         together=dict(together),
         memory=memory,

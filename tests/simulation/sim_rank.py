@@ -14,7 +14,7 @@ from coordinator.protocol.switch_actions import Join, Leave, Move, Reshard, Reso
 from coordinator.protocol.switch_participant import SwitchParticipant
 from kvadaptor.transfer.rounds import MoveError
 from tests.harness.worker.fake_kv import FakeKV
-from tests.simulation.checkers import Violation, check_nothing_waits
+from tests.simulation.checkers import Violation, check, check_nothing_waits
 from tests.simulation.network import Session
 from tests.simulation.rank_memory import Reach
 from tests.simulation.sim_engine import SimEngine, spec_of
@@ -149,6 +149,7 @@ class SimRank:
             rank,
             reach.memory.ranks,
             reach.widths,
+            reach.pipelines,
             reach.cohort,
             reach.together,
             joins=reach.joins,
@@ -296,7 +297,7 @@ class SimRank:
             case Leave(binding=binding) if not (effect.is_leader or effect.group_lost):
                 self.world.steps.check_nobody_waits_for(self, binding)
             case Join(binding=binding):
-                moved_in = self.runtime.leases._moved_in.get(binding.group.ranks, ())
+                moved_in = self.runtime.leases._moved_in.get(binding.group.lease_key, ())
                 self.world.moves.joined(binding, moved_in)
             case Resolve():
                 self._resolves(effect)
@@ -309,6 +310,9 @@ class SimRank:
         """Look at an effect that was done."""
         if isinstance(effect, SWITCHING):
             self.world.point(self.rank, f"{type(effect).__name__} is done")
+        if isinstance(effect, Leave | ForgetSteps):
+            is_free = not self.runtime.steps.has_planned
+            check(is_free, f"rank {self.rank} has steps of a group that it has given up")
         if isinstance(effect, Reshard) and not isinstance(result, Overtaken):
             self._copied = effect.directive, self.world.now
             migration = self.runtime.migration
@@ -330,5 +334,8 @@ class SimRank:
             stats.promised += resolve.is_joined and is_later
             stats.overtaken_moves += not resolve.is_joined
             stats.moved += len(migration.adopted)
+            to_be = resolve.directive.target.binding_of(self.rank)
+            if to_be is not None and to_be.group.stages > 1:
+                stats.moved_to_stages += len(migration.adopted)
         elif migration._pending is not None:
             stats.spoiled_moves += migration._pending.may_be_spoiled

@@ -34,6 +34,8 @@ class Stats:
     """Members of groups whose first step waited for late copies."""
     moved: int = 0
     """Tasks that went on in another group with their KV."""
+    moved_to_stages: int = 0
+    """Those that went on in a pipeline group."""
     precopied: int = 0
     """Blocks that ranks found copied when they planned a move."""
     loaded: int = 0
@@ -74,6 +76,10 @@ class Stats:
     """Steps that read parts of the weights from ranks outside of their group."""
     lent_by_the_dead: int = 0
     """Such steps while a rank that may lend to them had no process."""
+    staged: int = 0
+    """Steps of pipeline groups."""
+    ahead: int = 0
+    """Those that began while another one of their group was in flight."""
     ends: dict[str, int] = field(default_factory=dict)
 
     def saw_switch(self, cause: str) -> None:

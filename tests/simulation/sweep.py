@@ -24,6 +24,7 @@ class Kind:
     parts: bool = False
     borrow: bool = False
     precopy: bool = False
+    pipelines: bool = False
     mutation: str | None = None
     """The bug that is put in."""
 
@@ -46,6 +47,7 @@ def replay_of(seed: int, kind: Kind = NARROW) -> str:
         "PARTS": kind.parts,
         "BORROW": kind.borrow,
         "PRECOPY": kind.precopy,
+        "PIPELINES": kind.pipelines,
     }
     return " ".join([f"make sim SEED={seed}", *(f"{name}=1" for name, on in flags.items() if on)])
 
@@ -66,6 +68,7 @@ def world_of(
         parts=kind.parts,
         borrow=kind.borrow,
         precopy=kind.precopy,
+        pipelines=kind.pipelines,
     )
 
 

@@ -66,6 +66,7 @@ def test_the_kind_of_a_failure_is_in_its_command() -> None:
     assert str(Found(3, LONG["parts"].kind, "")) == "make sim SEED=3 PARTS=1"
     assert str(Found(3, LONG["borrow"].kind, "")) == "make sim SEED=3 PARTS=1 BORROW=1"
     assert str(Found(3, LONG["wide"].kind, "")) == "make sim SEED=3 WIDE=1"
+    assert str(Found(3, LONG["pipelines"].kind, "")) == "make sim SEED=3 PIPELINES=1"
 
 
 def test_a_sweep_in_several_processes_names_each_failure(

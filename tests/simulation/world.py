@@ -89,17 +89,21 @@ class World:
         parts: bool = False,
         borrow: bool = False,
         precopy: bool = False,
+        pipelines: bool = False,
     ) -> None:
         """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`.
 
         With `parts` each rank holds a part of the weights, so that only groups of four serve. With
         `borrow` too, narrower groups read the parts that they lack from others of their four. With
-        `precopy` ranks copy KV before they leave their groups.
+        `precopy` ranks copy KV before they leave their groups. With `pipelines` some groups have
+        pipeline stages.
         """
         self.rng = random.Random(seed)
         self._trace = trace
         self.now = 0
         self.faults = Faults(self.rng, parts=parts or borrow, borrow=borrow)
+        if pipelines:
+            self.faults.add_stages()
         self.trouble = Trouble(seed, is_on=wide)
         self.drift = Drift(seed, is_on=wide)
         self.core_clock_ms = 0
@@ -137,16 +141,20 @@ class World:
         if borrow:
             self.settings = replace(self.settings, parts=lent_parts(self.faults, seed))
         elif parts:
-            layout = self.faults.layouts[seed % len(self.faults.layouts)]
-            self.settings = replace(
-                self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
-            )
+            self._divide_weights(seed)
         self.ranks: dict[Rank, SimRank | None] = {}
         self.start_ranks()
         make = BookGateway if wide else SimGateway
         self.gateways: dict[str, SimGateway | BookGateway] = {
             name: make(self, name) for name in ("east", "west")
         }
+
+    def _divide_weights(self, seed: int) -> None:
+        """Begin in a layout that serves where ranks hold parts of the weights."""
+        layout = self.faults.layouts[seed % len(self.faults.layouts)]
+        self.settings = replace(
+            self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
+        )
 
     @property
     def now_ms(self) -> int:
@@ -161,6 +169,7 @@ class World:
         everyone = list(self.incarnations)
         self.memory = RankMemories(
             *(WORLD, communicator_plan(WORLD, WIDTHS), WIDTHS, max(self.num_pages.values())),
+            self.faults.pipelines,
             outlive=self.faults.shares_memory,
         )
         reach = self.memory.start(everyone, self.incarnations, shares=False)

@@ -3,9 +3,9 @@
 It does what a rank can see of vLLM's: running tasks first, then waiting ones; a step takes as many
 tokens as its budget allows; blocks that an in-flight step writes are free after it; a task that
 finds no block preempts the last one. It caches no prefixes. In a pipeline group, whose steps are
-planned while others are in flight, no step has a task whose next token is in flight. Tokens depend
-on the prompt and the position alone (`token_at`), so a task goes on with the same ones wherever it
-is.
+planned while others are in flight, no step has a task whose next token is in flight, and each has a
+share of the decodes. Tokens depend on the prompt and the position alone (`token_at`), so a task
+goes on with the same ones wherever it is.
 """
 
 import json
@@ -302,8 +302,9 @@ class FakeScheduler:
         """Schedule one step."""
         self.tidy()
         room, parts = self.tokens_per_step_max, list[Part]()
+        waits = self._waiting_decodes()
         for request in list(self.running):
-            if request.is_over or self._awaits_token(request):
+            if request.is_over or self._awaits_token(request) or request.name in waits:
                 continue
             if not room or request not in self.running:
                 continue
@@ -324,6 +325,14 @@ class FakeScheduler:
     def _awaits_token(self, request: FakeRequest) -> bool:
         """Whether the task is in no further step before one that is in flight is over."""
         return self.stages > 1 and request.planned > 0
+
+    def _waiting_decodes(self) -> set[str]:
+        """Return decodes that are left to the next steps, as `micro_batches` does."""
+        if self.stages == 1:
+            return set()
+        decoding = [each for each in self.running if each.length - each.computed == 1]
+        ready = [each.name for each in decoding if not (each.planned or each.is_over)]
+        return set(ready[-(-len(decoding) // self.stages) :])
 
     def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
         start = request.computed
