@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, floor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +25,7 @@ from tests.harness.vllm.mode_schedulers import (
     states_of,
     step,
 )
+from worker.engine.scheduling.block_entries import BlockEntries
 from worker.engine.scheduling.micro_batches import hidden_decodes
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
@@ -112,6 +113,8 @@ class Pipeline:
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """Of each planned step: its decodes, and all tasks that decode."""
     answers: dict[str, list[int]] = field(default_factory=dict)
+    void: int = 0
+    """Plans of nothing, which nobody gets."""
     preempted_beside: int = 0
     """Tasks that were preempted while steps were in flight."""
     _inflight: deque[tuple[StepPlan, dict[str, list[int]]]] = field(default_factory=deque)
@@ -125,6 +128,7 @@ class Pipeline:
                 self.preempted_beside += self.scheduler.counted().preemptions - before
             assert len(self.scheduler.running) <= self.scheduler.max_num_running_reqs
             if plan.is_void:
+                self.void += 1
                 break
             self._inflight.append((plan, self._sampled(plan)))
             self.sizes.append((self._decodes(plan), len(self._decoding())))
@@ -310,3 +314,33 @@ def test_steps_in_flight_that_will_never_end_hold_nothing(base: VllmConfig, hash
     assert {name: tokens[had[name] :] for name, tokens in taken.items()} == pipeline.answers
     assert scheduler.blocks_free == scheduler.blocks_total
     assert not scheduler.frees_after_step
+
+
+def test_steps_that_nobody_computes_take_no_entries_with_them(
+    base: VllmConfig, hasher: Any
+) -> None:
+    """Blocks enter the directory of the group when the step that they were counted for is over."""
+    scheduler, entries = scheduler_of(base, 1, 2), CountedEntries()
+    scheduler.entries = cast(BlockEntries, entries)
+    pipeline = Pipeline(scheduler)
+    for number in range(4):
+        scheduler.add_task(fresh(f"t{number}", prompt_of(number, 60), hasher), [])
+    pipeline.run()
+    assert pipeline.void > 0, "waiting tasks found no room beside those in flight"
+    assert len(entries.over) >= TOKENS
+    assert entries.planned == entries.over
+
+
+class CountedEntries:
+    """Which steps blocks are counted for, and which are over."""
+
+    def __init__(self) -> None:
+        self.planned: list[object] = []
+        self.over: list[object] = []
+
+    def step_is_planned(self, plan: object) -> None:
+        self.planned.append(plan)
+
+    def step_is_over(self, plan: object, *, is_void: bool) -> None:
+        assert not is_void
+        self.over.append(plan)

@@ -142,7 +142,8 @@ class ModeScheduler(Scheduler):
             output = schedule_share(self, stages)
         else:
             output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
-        if self.entries is not None:
+        if self.entries is not None and (output.num_scheduled_tokens or output.finished_req_ids):
+            # A void step of a pipeline group is never finished, so nothing would be entered.
             self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
             self._make_room()
