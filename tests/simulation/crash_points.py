@@ -7,7 +7,7 @@ which is the same up to that point. Nothing else goes wrong, so every task must 
 import dataclasses
 from dataclasses import dataclass
 
-from comm_pool.layout import Rank, parse_layout
+from comm_pool.layout import Mode, Rank, parse_layout
 from coordinator.model.events import Event
 from coordinator.model.settings import QueueBounds
 from coordinator.protocol.messages.rank import Directive
@@ -37,6 +37,11 @@ class Switch:
     wanted: str
     carry: Carry
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether a pipeline group is in it."""
+        return Mode.PP.value in self.origin + self.wanted
+
     def __str__(self) -> str:
         return f"{self.origin} to {self.wanted} by {self.carry.value}"
 
@@ -57,7 +62,7 @@ class CrashWorld(World):
     """A world in which only one thing goes wrong, or nothing."""
 
     def __init__(self, switch: Switch, crash: Point | None = None, how: str = EXIT_SEEN) -> None:
-        super().__init__(1)
+        super().__init__(1, pipelines=switch.has_stages)
         self._switch, self._crash, self._how = switch, crash, how
         self.points: list[Point] = []
         self.crashed_at: int | None = None

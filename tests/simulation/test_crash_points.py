@@ -24,8 +24,13 @@ SHARE = 3
 
 MIXED = Switch("tp4+tp2+dp2", "dp2+tp2+tp4", Carry.RESHARD)
 """Each rank changes its role: leaders, followers and ranks alone, before and after."""
+STAGED = Switch("pp4+tp2+dp2", "dp2+pp2+tp4", Carry.RESHARD)
+"""The same, from and to pipeline groups."""
 SWITCHES = (
     MIXED,
+    STAGED,
+    Switch("pp4+pp4", "tp4+tp4", Carry.RESHARD),
+    Switch("tp4+pp2+pp2", "pp4+tp2+dp2", Carry.PAUSE),
     Switch("dp8", "tp8", Carry.RESHARD),
     Switch("tp8", "dp8", Carry.RESHARD),
     *(Switch("tp4+tp2+dp2", "dp2+tp2+tp4", carry) for carry in Carry if carry is not Carry.RESHARD),
@@ -55,11 +60,21 @@ def test_a_crash_at_any_point_ends_in_one_layout(first: int) -> None:
     assert not failures_of(MIXED, [(point, HOWS[first]) for point in chosen])
 
 
+@pytest.mark.parametrize("how", [EXIT_SEEN, SILENT])
+def test_a_crash_at_any_point_of_a_pipeline_group_ends_in_one_layout(how: str) -> None:
+    points = points_of(STAGED, how)
+    chosen = points[HOWS.index(how) :: len(HOWS) * SHARE]
+    assert len(chosen) >= 12
+    assert not failures_of(STAGED, [(point, how) for point in chosen])
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 def test_every_crash_at_every_point(switch: Switch, how: str) -> None:
+    if switch.has_stages and how == STUCK:
+        pytest.skip("steps of pipeline groups run on no device")
     points = points_of(switch, how)
     failures = failures_of(switch, [(point, how) for point in points])
     print(f"{switch}, {how}: {len(points)} points, {len(failures)} failures")
