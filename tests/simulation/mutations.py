@@ -312,6 +312,10 @@ def _of_its_ranks(ranks: tuple[Rank, ...], stages: int) -> tuple[Rank, ...]:
     return ranks
 
 
+def _bound_ranks(self: GroupRuntime) -> tuple[Rank, ...]:
+    return self._binding.group.ranks if self._binding is not None else ()
+
+
 def _without_stages(*given: Any) -> OldGroup:
     return OldGroup(*given[:2])
 
@@ -334,6 +338,9 @@ OF_PIPELINES: dict[str, tuple[Patch, ...]] = {
     "pp and tp of the same ranks have one lease": (
         (layout, "lease_key", _of_its_ranks),
         (manifest, "lease_key", _of_its_ranks),
+    ),
+    "a joined pipeline group is taken for tp": (
+        (GroupRuntime, "bound_key", property(_bound_ranks)),
     ),
     "stages are taken for ranges of heads": ((manifest, "OldGroup", _without_stages),),
 }

@@ -72,6 +72,7 @@ FOUND_BY = {
     "only the oldest planned step is finished": 2,
     "planned steps outlive their formation": 2,
     "pp and tp of the same ranks have one lease": 2,
+    "a joined pipeline group is taken for tp": 8,
     "stages are taken for ranges of heads": 2,
 }
 """Seeds that found bugs which few find: they are tried first.
