@@ -267,7 +267,8 @@ class Leases:
     def _is_lost(self, key: Key) -> bool:
         """Return whether the group's last formation was aborted, or lacks a process by now."""
         formation = self._formations.get(key, 0)
-        if self._runtime.engine.communicators.is_aborted(key, formation):
+        ranks = tuple(sorted(key))
+        if self._runtime.engine.communicators.is_aborted(ranks, formation):
             return True
         return self._sharers.of(key) != tuple(self._present.get(rank, 0) for rank in key)
 

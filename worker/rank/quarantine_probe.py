@@ -13,6 +13,7 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Rank, StepMode, step_name
+from comm_pool.mixed import Staged
 from coordinator.protocol.messages.rank import Directive, Probed
 from coordinator.protocol.terms import Binding
 from worker.io.step_queue import Step
@@ -52,7 +53,8 @@ class QuarantineProbe:
         narrowest = min(engine.probed, key=lambda place: place[0])
         wanted = engine.probed[narrowest][0]
         for (width, step_mode), (values, took_us) in engine.probed.items():
-            mode = engine.of_width(width)
+            stages = step_mode.pp if isinstance(step_mode, Staged) else 1
+            mode = engine.of_width(width, stages)
             # A rank that joins others has reference values of wide modes, but has not computed
             # them.
             if mode.is_leader and (width == 1 or not engine.spec.joins):

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.mixed import Staged
 from coordinator.protocol.terms import Binding, Phase
+from kvadaptor.group_directory import GroupDirectory
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.fake_engine import FakeCell, FakeProbe
 from tests.harness.worker.fake_rank import FakeRank
@@ -124,3 +127,15 @@ def test_a_group_without_room_is_probed_when_it_is_formed_again() -> None:
     rank.scheduler.take_back(list(rank.scheduler.requests))
     rank.scheduler.plan_step()  # It tells the runner that they have ended.
     assert rank.formed(TP2, new) == ["tp"]
+
+
+def test_a_stage_that_drifts_takes_nothing_from_the_group_of_tp() -> None:
+    """They have the same ranks, and the directory is that of tp."""
+    rank = FakeRank(FakeCell(2, pipelines=(Staged(2),)))
+    directory = Mock(GroupDirectory)
+    rank.engine.directories[RANKS] = directory
+    rank.engine.probed[2, Staged(2)] = ((-9.0, -9.0), 7)
+    probing = QuarantineProbe(rank.engine, after_switch=False)
+    drifts = {each.mode: each.has_drifted for each in probing.results}
+    assert drifts == {"dp1": False, "tp2": False, "pp2": True}
+    directory.give_up.assert_not_called()
