@@ -285,26 +285,27 @@ def test_a_new_formation_begins_at_0_whatever_is_in_the_ring(ends: Ends, lead: i
         assert ends.written() == (formation, PIECES + 2)
 
 
+def check_starts_level(ends: Ends, waiting: "Future[None]") -> None:
+    """An end that an abort has called out passes on messages of the next formation."""
+    abort_group(ends)
+    assert lost(waiting)
+    ends.enter(BORN + 1)
+    message = [numbers(2 * FLOATS + 7, 99)]
+    assert equal(ends.pass_on(message), message)
+
+
 def test_a_sender_that_was_called_out_in_mid_message_starts_level(ends: Ends) -> None:
     sending = ends.send(numbers((PIECES + 5) * FLOATS))
     ends.receive(torch.empty(2 * FLOATS)).result(LIMIT_S)
     ends.until_written(BORN, PIECES + 2)
-    abort_group(ends)
-    assert lost(sending)
-    ends.enter(BORN + 1)
-    message = [numbers(2 * FLOATS + 7, 99)]
-    assert equal(ends.pass_on(message), message)
+    check_starts_level(ends, sending)
 
 
 def test_a_receiver_that_was_called_out_in_mid_message_starts_level(ends: Ends) -> None:
     receiving = ends.receive(torch.empty(5 * FLOATS))
     ends.sender.send([numbers(2 * FLOATS)])
     ends.until_read(BORN, 2)
-    abort_group(ends)
-    assert lost(receiving)
-    ends.enter(BORN + 1)
-    message = [numbers(2 * FLOATS + 7, 99)]
-    assert equal(ends.pass_on(message), message)
+    check_starts_level(ends, receiving)
 
 
 def test_a_receiver_that_comes_too_late_learns_that_the_sender_is_elsewhere(ends: Ends) -> None:

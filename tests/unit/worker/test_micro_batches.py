@@ -35,7 +35,7 @@ PAGES = 64
 EVERY_PAGE = range(1, PAGES)
 TASKS = 64
 TOKENS = 50
-"""Each answer of `fresh` has so many."""
+"""Tokens of each answer of `fresh`."""
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def expected(length: int) -> list[int]:
 
 
 def adopted(base: VllmConfig, hasher: Any, count: int) -> ModeScheduler:
-    """A scheduler that goes on with so many decodes which another has begun."""
+    """A scheduler that goes on with this number of decodes, which another has begun."""
     old = scheduler_of(base, *EVERY_PAGE, pages=PAGES)
     prompts = {f"t{number}": prompt_of(number, 40) for number in range(count)}
     for name, prompt in prompts.items():
