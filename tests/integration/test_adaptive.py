@@ -89,7 +89,8 @@ async def decided(
             if each["changes"] and each["cause"] == "policy" and says(each):
                 return each
         await asyncio.sleep(0.05)
-    raise AssertionError(decisions(cell)[-3:])
+    changes = [each for each in decisions(cell)[since:] if each["changes"]]
+    raise AssertionError((changes, decisions(cell)[-1]))
 
 
 async def serves(cell: BareCell, layout: str) -> None:
@@ -116,7 +117,9 @@ async def test_light_traffic_gets_the_widest_group(cell: BareCell) -> None:
 
 
 def is_apart_for_goals(decision: dict[str, Any]) -> bool:
-    return "tp4" not in decision["choice"] and "would meet their goals" in decision["reason"]
+    """For the goals of the requests there are, or of those that a little more load would bring."""
+    is_for_speed = "costs" in decision["reason"]
+    return "tp4" not in decision["choice"] and "goals" in decision["reason"] and not is_for_speed
 
 
 async def test_a_burst_is_served_apart_and_what_follows_by_the_wide_group_again(

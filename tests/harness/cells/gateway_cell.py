@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import httpx
 import yaml
 import zmq
 
@@ -345,6 +346,9 @@ class GatewayProcess:
         self.facts = self._wait_ready()
         self.url: str = self.facts["url"]
         self.port: int = self.facts["port"]
+        # A fleet's gateway knows no cell before a test announces one.
+        if cell.state.serving and not cell.mute and not fleet:
+            self._wait_serving()
 
     def _wait_ready(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -355,6 +359,13 @@ class GatewayProcess:
         assert line, f"the gateway did not start: {self.log.read_text()[-4_000:]}"
         facts: dict[str, Any] = json.loads(line)
         return facts
+
+    def _wait_serving(self) -> None:
+        """Wait for the cell's state: the process listens a moment before it has its session."""
+        deadline = time.monotonic() + START_S
+        while httpx.get(f"{self.url}/ready", verify=False).status_code != httpx.codes.OK:
+            assert time.monotonic() < deadline, f"not serving: {self.log.read_text()[-4_000:]}"
+            time.sleep(0.01)
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
