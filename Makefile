@@ -63,10 +63,10 @@ chaos: setup  ## the long fault tests: every crash point, every kind of loss; pr
 soak: setup  ## two hours of switches, kills, bursts and clients that leave: make soak [SOAK_MINUTES=20] [DEVICE=cuda]
 	@SOAK_DEVICE=$(DEVICE) $(BIN)/python -m tests.soak
 
-sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1] [PARTS=1 [BORROW=1]] [PRECOPY=1] [PIPELINES=1]
+sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1] [PARTS=1 [BORROW=1]] [PRECOPY=1] [PIPELINES=1] [CALM=1]
 	@$(BIN)/python -m tests.simulation --seed $(SEED) \
 		$(if $(WIDE),--wide) $(if $(PARTS),--parts) $(if $(BORROW),--borrow) $(if $(PRECOPY),--precopy) \
-		$(if $(PIPELINES),--pipelines)
+		$(if $(PIPELINES),--pipelines) $(if $(CALM),--calm)
 
 mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages loans host switch"]
 	@$(BIN)/python -m tests.mutants $(PART)

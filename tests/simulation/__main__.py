@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--borrow", action="store_true", help="and borrow the parts they lack")
     parser.add_argument("--precopy", action="store_true", help="KV is copied before groups leave")
     parser.add_argument("--pipelines", action="store_true", help="some groups have stages")
+    parser.add_argument("--calm", action="store_true", help="nothing breaks but processes")
     chosen = parser.parse_args(arguments)
     kind = Kind(
         chosen.wide,
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.borrow,
         chosen.precopy,
         chosen.pipelines,
+        chosen.calm,
         chosen.mutation,
     )
     if chosen.count == 1:

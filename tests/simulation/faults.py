@@ -127,6 +127,14 @@ class Faults:
         self.submit = own.choice((0.15, 0.4, 0.8))
         self.spins = self.drains = False
 
+    def calm(self) -> None:
+        """Let clients submit and cancel, and operators switch; in some runs, ranks end at times."""
+        self.crash = self.rng.choice((0.0, 0.003))
+        self.meddle = self.cut = self.stop = self.break_session = 0.0
+        self.move_fails = self.core_crash = self.renewal = self.loss = self.no_room = 0.0
+        self.weather.loss = 0.0
+        self.patience = self.rng.choice((0.0, 0.5, 0.9))
+
     def is_cut(self, rank: Rank) -> bool:
         """The network between the rank and the coordinator is down."""
         return self._now < self._cut_until.get(rank, 0)

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.switch_rules import (
@@ -25,12 +25,22 @@ from coordinator.protocol.switch_rules import (
 from coordinator.protocol.switch_situation import Situation
 from coordinator.protocol.terms import Carry, Phase
 from tests.simulation.mutations import Patch, patched
-from tests.simulation.sweep import failure_of
+from tests.simulation.sweep import NARROW, Kind, failure_of
 
-MEDDLES = (None, 0.1, 0.3)
 COLUMNS: dict[str, Any] = {"at": Position, "wanted": Wanted, "phases": Phase, "plans": Carry}
-Run = tuple[int, float | None]
-"""A seed and its meddling."""
+
+
+class Run(NamedTuple):
+    """One run of the simulation."""
+
+    seed: int
+    meddle: float | None = None
+    kind: Kind = NARROW
+
+
+CALM = Kind(calm=True)
+WORLDS = ((None, NARROW), (0.1, NARROW), (0.3, NARROW), (None, CALM))
+"""Meddling and kind of the runs of a seed."""
 
 
 def without(row: int) -> tuple[Rule, ...]:
@@ -88,7 +98,7 @@ def finds(fault: str, run: Run) -> bool:
 
 def first_run(fault: str, seeds: Iterable[int]) -> Run | None:
     """Return the first run that finds the fault."""
-    runs = ((seed, meddle) for seed in seeds for meddle in MEDDLES)
+    runs = (Run(seed, *world) for seed in seeds for world in WORLDS)
     return next((run for run in runs if finds(fault, run)), None)
 
 

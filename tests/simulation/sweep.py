@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
+from tests.simulation.calm import CalmWorld
 from tests.simulation.mutations import mutated
 from tests.simulation.world import FAILURES, World
 
@@ -25,6 +26,8 @@ class Kind:
     borrow: bool = False
     precopy: bool = False
     pipelines: bool = False
+    calm: bool = False
+    """Nothing breaks but processes; see `CalmWorld`."""
     mutation: str | None = None
     """The bug that is put in."""
 
@@ -48,6 +51,7 @@ def replay_of(seed: int, kind: Kind = NARROW) -> str:
         "BORROW": kind.borrow,
         "PRECOPY": kind.precopy,
         "PIPELINES": kind.pipelines,
+        "CALM": kind.calm,
     }
     return " ".join([f"make sim SEED={seed}", *(f"{name}=1" for name, on in flags.items() if on)])
 
@@ -60,7 +64,8 @@ def world_of(
     trace: Callable[[str], None] | None = None,
 ) -> World:
     """The world of a seed and a kind."""
-    return World(
+    make = CalmWorld if kind.calm else World
+    return make(
         seed,
         trace,
         meddle,

@@ -5,33 +5,36 @@
 
 import pytest
 
-from tests.simulation.rule_faults import ROWS, Run, finds, first_run
+from tests.simulation.rule_faults import CALM, ROWS, Run, finds, first_run
 
 SEEDS = 12
 FOUND_BY: dict[str, Run] = {
-    "row 1, WAIT": (1, None),
-    "row 2, WAIT": (0, None),
-    "row 3, WAIT": (2, 0.3),
-    "row 4, WAIT": (0, None),
-    "row 5, WAIT": (1, None),
-    "row 6, JOIN": (1, 0.1),
-    "row 7, LEAVE": (0, None),
-    "row 10, LEAVE": (7, None),
-    "row 15, WAIT": (0, None),
-    "row 16, LEAVE": (0, None),
-    "row 19, ACK": (0, 0.1),
-    "row 20, ACK": (1, None),
-    "row 21, SERVE": (0, None),
-    "row 23, RESOLVE_JOINED": (0, None),
-    "row 24, RESOLVE_PARKED": (0, None),
-    "row 25, RESOLVE": (2, 0.1),
-    "row 26, RESOLVE": (4, 0.3),
-    "row 27, JOIN_PROMISED": (8, 0.1),
-    "row 30, PARK": (0, None),
-    "row 31, RESHARD": (0, None),
-    "row 32, ACK": (4, 0.3),
-    "row 33, JOIN": (5, None),
-    "row 34, JOIN": (0, None),
+    "row 1, WAIT": Run(1),
+    "row 2, WAIT": Run(0),
+    "row 3, WAIT": Run(2, 0.3),
+    "row 4, WAIT": Run(0),
+    "row 5, WAIT": Run(1),
+    "row 6, JOIN": Run(1, 0.1),
+    "row 7, LEAVE": Run(0),
+    "row 8, LEAVE": Run(0, kind=CALM),
+    "row 10, LEAVE": Run(7),
+    "row 12, WAIT": Run(28, kind=CALM),
+    "row 13, LEAVE_RECOMPUTE": Run(26, kind=CALM),
+    "row 15, WAIT": Run(0),
+    "row 16, LEAVE": Run(0),
+    "row 19, ACK": Run(0, 0.1),
+    "row 20, ACK": Run(1),
+    "row 21, SERVE": Run(0),
+    "row 23, RESOLVE_JOINED": Run(0),
+    "row 24, RESOLVE_PARKED": Run(0),
+    "row 25, RESOLVE": Run(2, 0.1),
+    "row 26, RESOLVE": Run(4, 0.3),
+    "row 27, JOIN_PROMISED": Run(8, 0.1),
+    "row 30, PARK": Run(0),
+    "row 31, RESHARD": Run(0),
+    "row 32, ACK": Run(4, 0.3),
+    "row 33, JOIN": Run(5),
+    "row 34, JOIN": Run(0),
 }
 """The first run that finds each; it is tried first, as long as it does."""
 

@@ -72,6 +72,8 @@ GATEWAY_TICKS = 10
 """Gateways look so often at what has waited too long."""
 FAULT_TICKS = 220
 QUIET_TICKS = 1_000
+STAGES_MAX = 4
+"""A task that is alone in a pipeline group waits for every stage between two tokens."""
 FAILURES = (AssertionError, LookupError, ValueError)
 """What a broken invariant shows itself as."""
 
@@ -104,6 +106,7 @@ class World:
         self.faults = Faults(self.rng, parts=parts or borrow, borrow=borrow)
         if pipelines:
             self.faults.add_stages()
+        self._quiet_ticks = QUIET_TICKS * (STAGES_MAX if pipelines else 1)
         self.trouble = Trouble(seed, is_on=wide)
         self.drift = Drift(seed, is_on=wide)
         self.core_clock_ms = 0
@@ -206,7 +209,7 @@ class World:
         self.trouble.heal(self)
         self.faults.heal(self)
         reason = "nothing was tried"
-        for _ in range(QUIET_TICKS):
+        for _ in range(self._quiet_ticks):
             self._tick()
             self.faults.recover(self)
             if (unrest := unrest_of(self)) is None:
@@ -215,7 +218,7 @@ class World:
             reason = unrest
         for process in self.alive:
             self.say(f"rank {process.rank} is {process.core!r}")
-        raise Violation(f"no rest after {QUIET_TICKS} quiet ticks: {reason}")
+        raise Violation(f"no rest after {self._quiet_ticks} quiet ticks: {reason}")
 
     def _tick(self) -> None:
         self.now += 1
