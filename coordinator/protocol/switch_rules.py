@@ -74,8 +74,6 @@ class Fact(Enum):
     """It has, and it has parked its tasks for a migration."""
     ABANDONED = auto()
     """The directive says that nobody will lead the joined formation."""
-    PAGES_GRANTED = auto()
-    """The directive grants pages to the joined group."""
     NEW_EPOCH = auto()
     """The wanted epoch is later than the acknowledged one."""
     MOVER = auto()
@@ -192,7 +190,7 @@ MOVES = RESHARD + SPECULATE  # tasks in the end: they stay where they are, no ra
 STAYS = PAUSE + DRAIN + RECOMPUTE  # nothing migrates
 EARLY = (Fact.COPIES_EARLY,)
 IDLE, LAPSED, MOVER = (Fact.IDLE_DRAIN,), (Fact.LEASE_LAPSED,), (Fact.MOVER,)
-FOR_MOVE, GRANTED, NEW_EPOCH = (Fact.LEAVE_FOR_MOVE,), (Fact.PAGES_GRANTED,), (Fact.NEW_EPOCH,)
+FOR_MOVE, NEW_EPOCH = (Fact.LEAVE_FOR_MOVE,), (Fact.NEW_EPOCH,)
 LOST = (Fact.MEMBER_GONE, Fact.LEASE_LAPSED)  # the leader has nothing to wait for
 OVER = (Fact.LEAVE_READ, Fact.LEADER_GONE, Fact.ABANDONED)  # the leader sends no further step
 AWAITED = (Fact.PREPARED_WANTED, Fact.PREPARED_IN_STEP)
@@ -221,11 +219,10 @@ RULES = (
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, STAYS + RESHARD, Action.LEAVE, when=OVER),
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, SPECULATE, Action.LEAVE, when=OVER, unless=FOR_MOVE),
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, SPECULATE, Action.LEAVE_RESHARD, when=FOR_MOVE),
-    # A group that is wanted goes on, or begins when it has pages.
+    # A group that is wanted goes on, or begins with the pages that SERVE grants it.
     Rule(SERVING, LATER, SAME, ANY, ANY, Action.ACK),
     Rule(NEW, LATER, SAME, PARK + MOVE + SWAP, ANY, Action.ACK),
-    Rule(NEW, LATER, SAME, SERVE, ANY, Action.SERVE, when=GRANTED),
-    Rule(NEW, LATER, SAME, SERVE, ANY, Action.WAIT, unless=GRANTED),
+    Rule(NEW, LATER, SAME, SERVE, ANY, Action.SERVE),
     # A rank that parked its tasks for a migration hears its outcome. The prepared group is joined
     # if it is wanted or its leader may be in a step; the next migration may take the tasks.
     Rule(UNDECIDED, OUTCOME, UNWANTED, ANY, ANY, Action.RESOLVE_JOINED, when=AWAITED),

@@ -15,7 +15,15 @@ from coordinator.protocol.switch_actions import (
     Resolve,
     Serve,
 )
-from coordinator.protocol.switch_rules import Action, Asks, Case, Fact, Position, Wanted
+from coordinator.protocol.switch_rules import (
+    Action,
+    Asks,
+    Case,
+    Fact,
+    IllegalEventError,
+    Position,
+    Wanted,
+)
 from coordinator.protocol.switch_state import SwitchState
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage
 
@@ -155,9 +163,10 @@ class Situation:
         return Join(promised, copied)
 
     def serve(self) -> Serve:
-        """Serve with the granted pages."""
+        """Serve with the granted pages; raises `IllegalEventError` if SERVE grants none."""
         pages, key = self.granted, self.joined.group.lease_key
-        assert pages is not None
+        if pages is None:
+            raise IllegalEventError(f"SERVE grants no pages to {self.joined.group.name}")
         retention = next((each for each in self.wanted.retentions if each.ranks == key), None)
         return Serve(self.joined, pages, retention, self.wanted)
 
@@ -171,7 +180,6 @@ FACTS: dict[Fact, Callable[[Situation], bool]] = {
     Fact.LEAVE_READ: lambda now: now.rank.has_leave,
     Fact.LEAVE_FOR_MOVE: lambda now: now.rank.leaves.get(now.joined.formation, False),
     Fact.ABANDONED: lambda now: now.wanted.abandoned_formation == now.joined.formation,
-    Fact.PAGES_GRANTED: lambda now: now.granted is not None,
     Fact.NEW_EPOCH: lambda now: now.wanted.stage.epoch > now.rank.stage.epoch,
     Fact.MOVER: lambda now: now.rank.rank in now.wanted.movers,
     Fact.PREPARED_WANTED: lambda now: now.prepared is not None and not now.is_overtaken,

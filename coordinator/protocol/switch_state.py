@@ -120,7 +120,12 @@ class SwitchState:
         if wanted is None or wanted.precopy is None or not self.serving:
             return None
         is_asked = wanted.stage > self.stage and wanted.target.binding_of(self.rank) is not None
-        return wanted if is_asked and self.binding not in wanted.target.bindings else None
+        return wanted if is_asked and not self.stays else None
+
+    @property
+    def stays(self) -> bool:
+        """The wanted target has the formation that this rank is joined to."""
+        return self.wanted is not None and self.binding in self.wanted.target.bindings
 
     @property
     def may_drain(self) -> bool:

@@ -38,8 +38,8 @@ class Run(NamedTuple):
     kind: Kind = NARROW
 
 
-CALM = Kind(calm=True)
-WORLDS = ((None, NARROW), (0.1, NARROW), (0.3, NARROW), (None, CALM))
+CALM, WIDE = Kind(calm=True), Kind(wide=True)
+WORLDS = ((None, NARROW), (0.1, NARROW), (0.3, NARROW), (None, CALM), (None, WIDE))
 """Meddling and kind of the runs of a seed."""
 
 
@@ -51,8 +51,7 @@ def without(row: int) -> tuple[Rule, ...]:
         return (*others, replace(gone, action=Action.WAIT))
     if Asks.LATER_STAGE not in gone.asks:
         return (*others, *_as_if_later(gone))
-    sibling = Action.ACK if Fact.PAGES_GRANTED in gone.unless else Action.LEAVE
-    return (*others, replace(gone, action=sibling))
+    return (*others, replace(gone, action=Action.LEAVE))
 
 
 def _as_if_later(gone: Rule) -> Iterator[Rule]:

@@ -5,7 +5,7 @@
 
 import pytest
 
-from tests.simulation.rule_faults import CALM, ROWS, Run, finds, first_run
+from tests.simulation.rule_faults import CALM, ROWS, WIDE, Run, finds, first_run
 
 SEEDS = 12
 FOUND_BY: dict[str, Run] = {
@@ -25,16 +25,18 @@ FOUND_BY: dict[str, Run] = {
     "row 19, ACK": Run(0, 0.1),
     "row 20, ACK": Run(1),
     "row 21, SERVE": Run(0),
-    "row 23, RESOLVE_JOINED": Run(0),
-    "row 24, RESOLVE_PARKED": Run(0),
-    "row 25, RESOLVE": Run(2, 0.1),
-    "row 26, RESOLVE": Run(4, 0.3),
-    "row 27, JOIN_PROMISED": Run(8, 0.1),
-    "row 30, PARK": Run(0),
-    "row 31, RESHARD": Run(0),
-    "row 32, ACK": Run(4, 0.3),
-    "row 33, JOIN": Run(5),
-    "row 34, JOIN": Run(0),
+    "row 22, RESOLVE_JOINED": Run(0),
+    "row 23, RESOLVE_PARKED": Run(0),
+    "row 24, RESOLVE": Run(2, 0.1),
+    "row 25, RESOLVE": Run(4, 0.3),
+    "row 26, JOIN_PROMISED": Run(8, 0.1),
+    "row 27, PARK": Run(4, kind=WIDE),
+    "row 28, ACK": Run(4, kind=WIDE),
+    "row 29, PARK": Run(0),
+    "row 30, RESHARD": Run(0),
+    "row 31, ACK": Run(4, 0.3),
+    "row 32, JOIN": Run(5),
+    "row 33, JOIN": Run(0),
 }
 """The first run that finds each; it is tried first, as long as it does."""
 

@@ -132,8 +132,7 @@ class RankCore:
         if self._steps.has_deferred_step:
             parts.append("its step deferred")
         elif self._steps.has_inflight:
-            is_detached = self._steps.has_detached_step
-            parts.append("its step detached" if is_detached else "its step in flight")
+            parts.append(f"its step {'detached' if self._steps.has_detached_step else 'in flight'}")
         parts += [f"{type(each).__name__} {each.task} pending" for each in self._pending_commands]
         if self.is_in_aborted_formation:
             parts.append("formation aborted")
@@ -253,8 +252,9 @@ class RankCore:
         is_sure = not participant.is_leader or participant.may_step(self._now_ms)
         if wanted is None or not is_sure or self.is_in_aborted_formation:
             return
-        epoch = self.runtime.migration.precopy.epoch  # 0: none.
-        if epoch and (wanted.stage.epoch != epoch or wanted.carry is not Carry.RESHARD):
+        epoch = self.runtime.migration.precopy.epoch  # 0: none. A new coordinator may use it again.
+        is_wanted = wanted.stage.epoch == epoch and wanted.carry is Carry.RESHARD
+        if epoch and (participant.stays or not is_wanted):
             yield from self._guarded(EndPreCopy())
         elif participant.precopy is not None and not participant.has_leave:
             copied = yield from self._guarded(CopyEarly(wanted))

@@ -64,7 +64,7 @@ def irregular(epoch: int, phase: Phase, peer: int) -> Iterator[dict[str, Any]]:
         case Phase.SWAP:
             yield {"moved": epoch}
         case Phase.SERVE:
-            yield from ({"moved": epoch}, {"grants": ()})
+            yield {"moved": epoch}
 
 
 def clone(participant: SwitchParticipant) -> SwitchParticipant:

@@ -6,6 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Grant, LeaseRetention
 from coordinator.protocol.switch_actions import Ack, Join, Leave, Park, Serve
 from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.switch_rules import IllegalEventError
 from coordinator.protocol.terms import Carry, Stage, Target
 from tests.harness.coordinator.builders import LEASE_MS, directive, target
 from tests.harness.coordinator.participants import (
@@ -42,11 +43,13 @@ def test_a_rank_parks_joins_and_serves() -> None:
     )
 
 
-def test_serve_waits_for_the_grant_of_its_group() -> None:
+def test_serve_has_the_grant_of_its_group() -> None:
     participant = SwitchParticipant(Rank(0), 1)
     pair = target("tp2+dp2", 1)
     obey(participant, directive(pair, 1, SWAP))
-    assert obey(participant, directive(pair, 1, SERVE, grants=[Grant((Rank(2),), 7)])) == []
+    with pytest.raises(IllegalEventError, match="grants no pages to tp2"):
+        obey(participant, directive(pair, 1, SERVE, grants=[Grant((Rank(2),), 7)]))
+    assert participant.stage == Stage(1, SWAP)
 
 
 def test_a_rank_that_missed_stages_catches_up() -> None:
