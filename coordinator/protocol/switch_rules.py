@@ -205,15 +205,15 @@ RULES = (
     Rule(PARKED, AGAIN, CUT_OUT, PARK, STAYS, Action.WAIT),
     Rule(PARKED, AGAIN, OTHER, PARK, STAYS, Action.JOIN),
     # A leader whose group is not wanted leaves, or serves on until its tasks end or their full
-    # blocks are copied. No task ends in a group that never served, so its leader does not wait.
+    # blocks are copied. No task ends in a group that never served, so its leader does not wait; the
+    # coordinator lets only groups that serve speculate.
     Rule(LEADERS, LATER, UNWANTED, ANY, PAUSE + RECOMPUTE, Action.LEAVE),
     Rule(LEADERS, LATER, UNWANTED, ANY, RESHARD, Action.LEAVE, unless=EARLY),
     Rule(LEADERS, LATER, UNWANTED, ANY, RESHARD, Action.WAIT, when=EARLY),
     Rule(LEADERS, LATER, UNWANTED, ANY, DRAIN, Action.LEAVE, when=IDLE),
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.LEAVE, when=LOST, unless=IDLE),
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.WAIT, unless=IDLE + LOST),
-    Rule(NEW_LEADER, LATER, UNWANTED, ANY, DRAIN, Action.LEAVE_RECOMPUTE, unless=IDLE),
-    Rule(NEW_LEADER, LATER, UNWANTED, ANY, SPECULATE, Action.LEAVE_RESHARD),
+    Rule(NEW_LEADER, LATER, UNWANTED, ANY, WAITS, Action.LEAVE_RECOMPUTE, unless=IDLE),
     # A follower leaves after its leader. The leader may have heard before it that all drained.
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, ANY, Action.WAIT, unless=OVER),
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, STAYS + RESHARD, Action.LEAVE, when=OVER),

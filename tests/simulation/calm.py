@@ -5,7 +5,6 @@ and its tasks are computed again like those of the dead.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from comm_pool.layout import Rank
 from coordinator.core.core import Core
@@ -15,8 +14,6 @@ from coordinator.protocol.terms import Carry
 from tests.simulation.checkers import check
 from tests.simulation.world import World
 
-LONG_MS = 60_000
-"""A limit that no drain reaches before the run is over."""
 TASK_MS = 6_000
 """No task runs longer."""
 SWITCH_LIMIT_MS = {
@@ -41,8 +38,6 @@ class CalmWorld(World):
     ) -> None:
         super().__init__(seed, trace, meddle, **kind)
         self.faults.calm()
-        if seed % 2:
-            self.settings = replace(self.settings, drain_limit_ms=LONG_MS)
         self._target: dict[Rank, int] = {}
         """The ranks of the target that live, with their incarnations."""
         self._overtakes = False

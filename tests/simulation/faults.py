@@ -34,6 +34,8 @@ LAYOUTS_OF_STAGES = tuple(
     if any(group.mode is Mode.PP for group in each.groups)
 )
 """Those with pipeline groups."""
+LONG_DRAIN_MS = 60_000
+"""A limit that comes after the run: nothing waits for tasks that cannot end."""
 OFTEN = {
     Carry.RESHARD: 5,
     Carry.SPECULATE: 2,
@@ -330,6 +332,7 @@ def draw_settings(rng: random.Random, world: int, *, precopy: bool = False) -> C
     """The times and limits of one run."""
     lease_ms = rng.choice((200, 300))
     own = random.Random(str(rng.getstate()))
+    waits_long = random.Random(f"{rng.getstate()} drains").random() < 0.5
     return CoreSettings(
         world=world,
         layout=rng.choice(LAYOUTS),
@@ -337,7 +340,7 @@ def draw_settings(rng: random.Random, world: int, *, precopy: bool = False) -> C
         lost_after_ms=lease_ms + rng.choice((0, 60)),
         recover_ms=lease_ms,
         pause_limit_ms=rng.choice((100, 800)),
-        drain_limit_ms=rng.choice((0, 200, 600)),
+        drain_limit_ms=max(rng.choice((0, 200, 600)), LONG_DRAIN_MS * waits_long),
         queue=draw_bounds(rng),
         ageing_ms=500,
         default_carry=rng.choice(CARRIES),

@@ -35,6 +35,10 @@ class LeaseUse(Protocol):
     """The leases that a migration relies on."""
 
     @property
+    def key(self) -> Key:
+        """The group whose tasks wait for a migration; empty if there is none."""
+
+    @property
     def published_key(self) -> Key:
         """The group whose published pages must stay as they are; empty if there is none."""
 
@@ -205,7 +209,13 @@ class Leases:
             if is_old or each.ranks in in_use:
                 continue
             self._applied[each.ranks] = order
-            changed |= self.keep_only(each.ranks, each.indices)
+            waited = migration.key == each.ranks
+            if not self.keep_only(each.ranks, each.indices):
+                continue
+            changed = True
+            if waited and group_of(each.ranks).leader == runtime.engine.spec.rank:
+                # No migration ends for this group any more, to say what its tasks hold.
+                self.withdraw(group_of(each.ranks))
         return changed
 
     def keep_only(self, key: Key, indices: Sequence[int]) -> bool:

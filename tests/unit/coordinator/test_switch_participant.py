@@ -131,7 +131,7 @@ def test_a_draining_leader_leaves_when_idle_or_told_otherwise() -> None:
     [
         (Carry.DRAIN, False, Carry.RECOMPUTE),
         (Carry.DRAIN, True, Carry.DRAIN),
-        (Carry.SPECULATE, False, Carry.RESHARD),
+        (Carry.SPECULATE, False, Carry.RECOMPUTE),
     ],
 )
 def test_a_leader_that_never_served_waits_for_no_task(

@@ -5,13 +5,18 @@ import pytest
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, Phase
+from kvadaptor.geometry import Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
+from kvadaptor.reshard.terms import ReshardPlan
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank, binding_of
 from worker.rank.leases import RESCUE_S
+from worker.rank.migration.copy_rounds import PreparedMigration
+from worker.rank.migration.manifest import MigrationPlan
 
 RANKS = (Rank(0), Rank(1))
 BORN = 4
@@ -158,3 +163,21 @@ def test_an_aborted_formation_is_lost_before_the_coordinator_says_so() -> None:
     rank.engine.communicators.abort(RANKS, BORN)
     rank.runtime.leases.keep_only(RANKS, ())
     assert rank.leased == [2]
+
+
+def test_a_migration_from_the_next_formation_ends_the_rescue() -> None:
+    """That formation may never have begun, and the pages are the next group's."""
+    rank = Survivor()
+    rank.fill(2, 3)
+    rank.hear(BORN + 1, rank_0=2)
+    again, alone = binding_of(0, 2, BORN + 2), binding_of(1, 1, BORN + 3)
+    rank.runtime.leases.joined(again)
+    rank.runtime.migration.on_leave(again)
+    plan = ReshardPlan(Split(1, 2), 0, (), (), (), (), (), 0)
+    move = MigrationPlan(RANKS, (), plan, (), {}, {}, (RANKS,), None, {})
+    rank.runtime.migration._pending = PreparedMigration(BORN + 3, move)
+    order = rank.order(BORN + 3, 2)
+    rank.runtime.migration.resolve(Resolve(BORN + 3, True, False, False, order))
+    rank.runtime.leases.begin(rank.engine.of_width(1), alone, 3, ())
+    assert rank.leased == []
+    assert rank.readable == []

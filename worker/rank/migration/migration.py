@@ -368,6 +368,8 @@ class Migration:
         if group.mode is Mode.DP or not self._gives_up(move, group):
             return  # A leader that took no part publishes what its tasks still hold.
         assert mode.table is not None
+        # An earlier formation of these ranks may have been lost, and this one may not have begun.
+        self._runtime.leases.end_rescue(group.lease_key)
         mode.table.unmap(pool.lease_indices(group.lease_key))
         pool.keep_only(group.lease_key, ())
 
