@@ -364,7 +364,9 @@ class GatewayProcess:
         """Wait for the cell's state: the process listens a moment before it has its session."""
         deadline = time.monotonic() + START_S
         while httpx.get(f"{self.url}/ready", verify=False).status_code != httpx.codes.OK:
-            assert time.monotonic() < deadline, f"not serving: {self.log.read_text()[-4_000:]}"
+            if time.monotonic() > deadline:
+                self.close()  # The test has no object to end it by.
+                raise AssertionError(f"not serving: {self.log.read_text()[-4_000:]}")
             time.sleep(0.01)
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
