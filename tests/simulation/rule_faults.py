@@ -25,6 +25,7 @@ from coordinator.protocol.switch_rules import (
 from coordinator.protocol.switch_situation import Situation
 from coordinator.protocol.terms import Carry, Phase
 from tests.simulation.mutations import Patch, patched
+from tests.simulation.seeds import CALM, WIDE
 from tests.simulation.sweep import NARROW, Kind, failure_of
 
 COLUMNS: dict[str, Any] = {"at": Position, "wanted": Wanted, "phases": Phase, "plans": Carry}
@@ -38,7 +39,6 @@ class Run(NamedTuple):
     kind: Kind = NARROW
 
 
-CALM, WIDE = Kind(calm=True), Kind(wide=True)
 WORLDS = ((None, NARROW), (0.1, NARROW), (0.3, NARROW), (None, CALM), (None, WIDE))
 """Meddling and kind of the runs of a seed."""
 

@@ -5,7 +5,8 @@
 
 import pytest
 
-from tests.simulation.rule_faults import CALM, ROWS, WIDE, Run, finds, first_run
+from tests.simulation.rule_faults import ROWS, Run, finds, first_run
+from tests.simulation.seeds import CALM, WIDE
 
 SEEDS = 12
 FOUND_BY: dict[str, Run] = {

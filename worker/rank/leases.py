@@ -213,7 +213,7 @@ class Leases:
             if not self.keep_only(each.ranks, each.indices):
                 continue
             changed = True
-            if waited and group_of(each.ranks).leader == runtime.engine.spec.rank:
+            if waited and self._leads(each.ranks):
                 # No migration ends for this group any more, to say what its tasks hold.
                 self.withdraw(group_of(each.ranks))
         return changed
@@ -321,9 +321,13 @@ class Leases:
         Members that were only out of reach know of no loss, so a leader tells them, too.
         """
         changed = self.keep_only(key, ())
-        if changed and min(key) == self._runtime.engine.spec.rank:
+        if changed and self._leads(key):
             self.withdraw(group_of(key))
         return changed
+
+    def _leads(self, key: Key) -> bool:
+        """Return whether this rank leads the group of a lease."""
+        return group_of(key).leader == self._runtime.engine.spec.rank
 
     def made(self, move: Move, participant: SwitchParticipant) -> None:
         """Apply again what a directive could not free before this action completed.
