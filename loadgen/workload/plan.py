@@ -50,10 +50,18 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kind of request in a workload, drawn in proportion to its weight."""
+    """One kind of request in a workload, drawn in proportion to its weight.
+
+    `phases` holds the indexes of the phases that have it; None means all of them.
+    """
 
     weight: float
     mixture: Mixture
+    phases: frozenset[int] | None = None
+
+    def weight_in(self, phase_index: int) -> float:
+        """Return the weight in a phase."""
+        return self.weight if self.phases is None or phase_index in self.phases else 0.0
 
 
 Workload = tuple[Part, ...]
@@ -176,7 +184,8 @@ class _Planner:
 
     def plan(self, index: int, arrival: Arrival | None) -> list[PlannedRequest]:
         """Return the request of an arrival, with this index, or its session's turns from it on."""
-        weights = [part.weight for part in self._workload]
+        phase_index = 0 if arrival is None else arrival.phase_index
+        weights = [part.weight_in(phase_index) for part in self._workload]
         (kind,) = self._parts.choices(range(len(weights)), weights)
         mixture, rng = self._workload[kind].mixture, self._requests
         # Every draw happens for every request, so turning one feature on does not shift the others.
@@ -185,7 +194,7 @@ class _Planner:
             index=index,
             request_id=f"{self._run_id}-{index}",
             at_s=None if arrival is None else arrival.at_s,
-            phase_index=0 if arrival is None else arrival.phase_index,
+            phase_index=phase_index,
             tier=_pick_tier(mixture.tiers, tier_draw),
             prompt_tokens=sample_tokens(mixture.prompt, rng),
             output_tokens=sample_tokens(mixture.output, rng),

@@ -42,7 +42,9 @@ def resized(
     """
     workload = scaled_workload(preset.workload, length_scale)
     if think_s is not None:
-        workload = tuple(Part(part.weight, _thinking(part.mixture, think_s)) for part in workload)
+        workload = tuple(
+            replace(part, mixture=_thinking(part.mixture, think_s)) for part in workload
+        )
     return Preset(
         preset.about,
         scaled_phases(preset.phases, rate_scale=rate_scale, duration_s=duration_s),
@@ -58,7 +60,7 @@ def _thinking(mixture: Mixture, think_s: float) -> Mixture:
 
 def scaled_workload(workload: Workload, factor: float) -> Workload:
     """Return the workload with every prompt, prefix and answer `factor` times as long."""
-    return tuple(Part(part.weight, _scaled_mixture(part.mixture, factor)) for part in workload)
+    return tuple(replace(part, mixture=_scaled_mixture(part.mixture, factor)) for part in workload)
 
 
 def _scaled_mixture(mixture: Mixture, factor: float) -> Mixture:
@@ -91,6 +93,7 @@ def _waves(low: tuple[float, ...], high: tuple[float, ...], each_s: float) -> tu
 
 CHAT_PROMPT, CHAT_OUTPUT = Uniform(128, 2048), Uniform(64, 512)
 BURSTS = _waves((2, 3, 4, 5), (10, 20, 30), 54.0)
+CHAT_RATE, DOCUMENT_RATE = 6.4, 16.5
 
 PRESETS = {
     "bursty": Preset(
@@ -122,6 +125,33 @@ PRESETS = {
             _part(0.58, "standard", CHAT_PROMPT, CHAT_OUTPUT),
             _part(0.2, "batch", Uniform(512, 4096), Uniform(128, 512)),
             _part(0.02, "standard", Uniform(16_000, 64_000), CHAT_OUTPUT),
+        ),
+    ),
+    "documents": Preset(
+        "6.4/s of interactive chat; twice 16.5/s of long documents beside it for 15 s",
+        (
+            Phase("chat-1", CHAT_RATE, 22.5),
+            Phase("documents-1", CHAT_RATE + DOCUMENT_RATE, 15.0),
+            Phase("chat-2", CHAT_RATE, 45.0),
+            Phase("documents-2", CHAT_RATE + DOCUMENT_RATE, 15.0),
+            Phase("chat-3", CHAT_RATE, 22.5),
+        ),
+        (
+            _part(
+                CHAT_RATE,
+                "interactive",
+                LogNormal(300, 0.5, 16, 4096),
+                LogNormal(400, 0.5, 8, 2048),
+            ),
+            replace(
+                _part(
+                    DOCUMENT_RATE,
+                    "standard",
+                    LogNormal(4_000, 0.5, 256, 32_000),
+                    LogNormal(50, 0.5, 4, 512),
+                ),
+                phases=frozenset({1, 3}),
+            ),
         ),
     ),
     "batch": Preset(

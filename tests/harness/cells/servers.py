@@ -76,6 +76,7 @@ def running(
     path: str = "/health",
     root: Path = ROOT,
     surroundings: Mapping[str, str] | None = None,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[str]:
     """Run a server of a checkout until the block ends; yields its base URL.
 
@@ -92,7 +93,7 @@ def running(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, url + path, Path(log.name))
+        _wait_ready(process, url + path, Path(log.name), start_limit_s)
         yield url
     finally:
         process.send_signal(signal.SIGINT)
@@ -103,8 +104,8 @@ def running(
             process.wait()
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended at start:\n{log.read_text()[-3000:]}")
@@ -115,4 +116,4 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"no answer from {url} in {START_LIMIT_S} s:\n{log.read_text()[-3000:]}")
+    raise RuntimeError(f"no answer from {url} in {limit_s:g} s:\n{log.read_text()[-3000:]}")

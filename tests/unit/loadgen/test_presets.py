@@ -81,6 +81,22 @@ def test_shares_of_tiers_and_of_long_prompts() -> None:
     assert {each.tier for each in planned("interactive")} == {"interactive"}
 
 
+def test_documents_come_in_bursts_beside_steady_chat() -> None:
+    requests = planned("documents")
+    phases = PRESETS["documents"].phases
+    for index, phase in enumerate(phases):
+        of_phase = [each for each in requests if each.phase_index == index]
+        chat = [each for each in of_phase if each.tier == "interactive"]
+        assert len(chat) / phase.duration_s == pytest.approx(6.4, rel=0.3)
+        documents = [each for each in of_phase if each.tier == "standard"]
+        assert len(chat) + len(documents) == len(of_phase)
+        expected = 16.5 if phase.name.startswith("documents") else 0
+        assert len(documents) / phase.duration_s == pytest.approx(expected, rel=0.3)
+        prompts = [each.prompt_tokens for each in documents]
+        if prompts:
+            assert sum(prompts) / len(prompts) == pytest.approx(4_000, rel=0.15)
+
+
 def test_agents_share_a_prefix_and_their_history_grows() -> None:
     requests = planned("agentic", length_scale=0.05)
     turns: dict[str, list[PlannedRequest]] = {}
