@@ -50,6 +50,15 @@ MINUTE_MS = 60_000
 REGRET_MS = 60_000
 """A change for speed was a mistake if requests begin to miss goals within this time."""
 
+RETURN_MS = 20_000
+"""Requests of one backlog last so long: a return within it has to win by more."""
+
+RETURN_WORTH = 0.8
+"""Discount for a layout that was left so recently while requests miss goals in the present one.
+
+A layout is predicted to begin with a backlog that is spread evenly, which the present one has not.
+"""
+
 CAUTION_TIMES_MAX = 10
 """Limit of the caution time, in multiples of its first value."""
 
@@ -60,7 +69,8 @@ class State:
 
     `faster_ms` is the time of its last change for speed alone. If goals called for another layout
     soon after that, it does not change for speed to a layout of at most `avoided_groups` groups
-    until `careful_until_ms`, which is `caution_ms` later.
+    until `careful_until_ms`, which is `caution_ms` later. `left` has the layouts that it left in
+    the last `RETURN_MS`, with the times.
     """
 
     preferred: str = ""
@@ -69,6 +79,7 @@ class State:
     caution_ms: int = 0
     careful_until_ms: int = 0
     avoided_groups: int = 0
+    left: tuple[tuple[Layout, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,7 @@ def decide(
         reason = pinned or f"the steps of {unknown[0]} were not measured"
         return Verdict(here, reason, changes=False), state
     candidates = _score_all(observation, here, space, costs, settings, demands)
+    candidates = _discounted(candidates, here, state, observation.time_ms)
     if pinned:
         # Report the candidates anyway: the decision to add cells needs them.
         verdict = Verdict(here, pinned, changes=False)
@@ -172,6 +184,22 @@ def _score_all(
             worth *= RESERVED_WORTH
         candidates.append(ScoredCandidate(each, found, worth, cost, lost_s))
     return candidates
+
+
+def _discounted(
+    candidates: list[ScoredCandidate], here: Arrangement, state: State, now_ms: int
+) -> list[ScoredCandidate]:
+    """Return the candidates, those that were left a short while ago for less if goals are missed."""
+    now = next(each for each in candidates if each.arrangement == here)
+    recent = {layout for layout, at_ms in state.left if now_ms - at_ms < RETURN_MS}
+    if now.score.attainment >= AS_GOOD or not recent:
+        return candidates
+    return [
+        replace(each, worth=each.worth * RETURN_WORTH)
+        if each.arrangement.layout in recent - {here.layout}
+        else each
+        for each in candidates
+    ]
 
 
 def busier_than(demand: Demand, horizon_s: float) -> Demand:
@@ -244,6 +272,11 @@ def _changed(
     )
 
 
+def _left(state: State, layout: Layout, now_ms: int) -> State:
+    recent = tuple(each for each in state.left if now_ms - each[1] < RETURN_MS)
+    return replace(state, left=(*recent, (layout, now_ms)))
+
+
 def _choose(
     observation: Observation,
     now: ScoredCandidate,
@@ -273,6 +306,7 @@ def _choose(
         if held := _held_back(observation, now, best, settings):
             return stay(f"{held}; otherwise {there.name}, because {reason.words}")
         state = _changed(state, reason, observation.time_ms, now, settings)
+        state = _left(state, here.layout, observation.time_ms)
     return Verdict(there, reason.words, changes=True), state
 
 

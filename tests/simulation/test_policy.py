@@ -16,7 +16,7 @@ from tests.simulation.policy_runs import (
     Compared,
     box_of,
     compare,
-    returns_too_soon,
+    returns_within,
     simulate,
 )
 from tests.simulation.policy_shapes import (
@@ -74,10 +74,23 @@ def test_where_ranks_borrow_decodes_are_served_wide_and_prompts_apart() -> None:
     assert found.ratio >= 0.95
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_chat_beside_bursts_of_documents_is_served_apart_from_them(seed: int) -> None:
+    """Preset `documents` of the load generator: no static layout meets the goals of chat then."""
+    chat, documents = Part(Tier.INTERACTIVE, 6.4, 300, 400), Part(Tier.STANDARD, 16.5, 4_000, 50)
+    phases = [Phase(22.5, (chat,)), Phase(15, (chat, documents)), Phase(22.5, (chat,))]
+    found = compare(phases * 2, seed, QWEN_32B)
+    assert found.adaptive >= 1.85 * max(found.fixed.values())
+    reserved = [name for at_s, name, _ in found.run.switches if 22.5 <= at_s < 37.5]
+    assert reserved
+    assert all("for interactive" in name for name in reserved)
+    assert returns_within(found.run, 10) <= 3
+
+
 def test_no_layout_is_come_back_to_within_the_stay(compared: list[Compared]) -> None:
     assert sum(len(each.run.switches) for each in compared) > SEEDS
     for each in compared:
-        assert not returns_too_soon(each.run, SETTINGS.stay_ms / 1000), each.seed
+        assert not returns_within(each.run, SETTINGS.stay_ms / 1000), each.seed
         assert all(reason for _, _, reason in each.run.switches)
 
 
