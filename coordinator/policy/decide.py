@@ -189,7 +189,8 @@ def _score_all(
 def _discounted(
     candidates: list[ScoredCandidate], here: Arrangement, state: State, now_ms: int
 ) -> list[ScoredCandidate]:
-    """Return the candidates, those that were left a short while ago for less if goals are missed."""
+    """Return the candidates; while goals are missed, layouts that were left shortly ago count less.
+    """
     now = next(each for each in candidates if each.arrangement == here)
     recent = {layout for layout, at_ms in state.left if now_ms - at_ms < RETURN_MS}
     if now.score.attainment >= AS_GOOD or not recent:

@@ -20,6 +20,7 @@ SHOWN = (
     *("failed", "output_tokens_per_s", "peak_tokens_per_s", "ttft_p50_ms", "ttft_p90_ms"),
     *("tpot_p50_ms", "tpot_p90_ms", "good_share"),
 )
+KEYS = tuple(column.key for column in COLUMNS)
 PHASE_MAX, PEAK_MIN, GOODPUT_MIN, LATENCY_MAX = 1.05, 0.97, 1.3, 0.85
 PRIORITY_TPOT_MAX, PRIORITY_TTFT_MAX, PRIORITY_PEAK_MIN = 1.1, 1.2, 0.95
 
@@ -72,9 +73,15 @@ def section_of(preset: str, reports: Reports, ranks: int) -> list[str]:
     columns = [column for column in COLUMNS if column.key in SHOWN]
     heads = " | ".join(column.heading.replace("\n", " ") for column in columns)
     rows += ["", f"| slice | server | {heads} |", "|---|---|" + "---|" * len(columns)]
+    seen: dict[str, list[tuple[float | None, ...]]] = {}
     for section in side_by_side(list(reports.values()), list(reports)):
-        for line in section.lines:
-            values = dict(zip((column.key for column in COLUMNS), line.values, strict=True))
+        lines = [dict(zip(KEYS, line.values, strict=True)) for line in section.lines]
+        seen[section.name] = [(each["ttft_p50_ms"], each["good_share"]) for each in lines]
+        whole = seen.get(section.name.split(", tier")[0])
+        is_whole = ", tier" in section.name and seen[section.name] == whole
+        if is_whole or all(each["ttft_p50_ms"] is None for each in lines):
+            continue  # A tier without requests in that phase, or the only one that has any.
+        for line, values in zip(section.lines, lines, strict=True):
             cells = " | ".join(_cell(values[column.key]) for column in columns)
             rows.append(f"| {section.name} | {line.run} | {cells} |")
     said = switch_lines(list(reports.values()), list(reports))

@@ -52,6 +52,9 @@ def test_a_landed_run_is_judged_against_the_better_server() -> None:
     verdict = found[f"TPOT p50 of {phases[0]['name']}: at most 1.05 x the best's"]
     assert float(verdict.measured) == pytest.approx(tpot / best, abs=0.001)
 
+    rows = [each for each in section_of("bursty", reports, 2) if each.startswith("| phase ")]
+    assert len(rows) == len(phases) * len(reports), "the one tier of a phase is not told again"
+
     ours["decisions"] = [
         {"choice": "tp2", "reason": "it is faster", "changes": True},
         {"choice": "tp2", "reason": "it is the best", "changes": False},
