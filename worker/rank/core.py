@@ -300,10 +300,9 @@ class RankCore:
         """Return the action to take at this safe point, or None."""
         if self.stop_reason is not None:
             return None
-        move = self.participant.next_move(idle=not self.runtime.has_work)
-        if isinstance(move, Leave) and self.is_in_aborted_formation:
-            return replace(move, group_lost=True)
-        return move
+        is_lost = self.is_in_aborted_formation  # Then no task of the group will ever end.
+        move = self.participant.next_move(idle=is_lost or not self.runtime.has_work)
+        return replace(move, group_lost=True) if isinstance(move, Leave) and is_lost else move
 
     def _make_moves(self, move: Move | None) -> Procedure[Move | None]:
         """Carry out this action and all that follow it; return the last one."""

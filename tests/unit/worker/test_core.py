@@ -16,6 +16,7 @@ from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_scheduler import token_at
 from worker.io.session import HelloWanted
 from worker.rank.departure import STEPS_MAX
+from worker.rank.engine import NoRoomError
 from worker.rank.events import (
     CopiesDone,
     DetachedStepEnded,
@@ -213,6 +214,24 @@ def test_a_follower_in_an_aborted_formation_shows_it() -> None:
     pages = "<0 of 9 pages free, leased to 0-1 as 1-8>"
     shown = "rank 1: 1.SERVE SERVING_FOLLOWER tp2@1 recompute, no tasks, formation aborted"
     assert repr(follower.core) == f"<{shown}, {pages}>"
+
+
+def test_a_leader_in_an_aborted_formation_waits_for_no_task_to_end() -> None:
+    """Its tasks are returned, but what its scheduler has of them is there until it leaves."""
+    cell = CoreCell("dp2")
+    leader = cell.ranks[0]
+    cell.place_task("a", tokens=TOKENS)
+    leader.turn(2)
+    cell.retarget("tp2")
+    leader.hear(cell.wanted(Phase.PARK, Carry.DRAIN))
+    leader.turn()
+    assert leader.core.participant.stage.epoch == 1, "its task goes on"
+    assert isinstance(leader.core.handle(Tick(), 1), LeadStep)
+    effect = leader.core.handle(StepFailed(NoRoomError("CUDA out of memory.")), 1)
+    while effect is not None:
+        effect = leader.core.handle(Done(), 1)
+    leader.turn()
+    assert leader.core.participant.stage == Stage(2, Phase.SWAP), "it has left, and joined"
 
 
 # ---------------------------------------------------------------------- switches
