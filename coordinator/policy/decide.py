@@ -54,9 +54,10 @@ RETURN_MS = 20_000
 """Requests of one backlog last so long: a return within it has to win by more."""
 
 RETURN_WORTH = 0.8
-"""Discount for a layout that was left so recently while requests miss goals in the present one.
+"""Discount for a layout that was left so recently, if groups are reserved here and goals missed.
 
-A layout is predicted to begin with a backlog that is spread evenly, which the present one has not.
+Tasks that run in groups which are not reserved for them are slow, and any new layout is predicted
+to have fewer of those.
 """
 
 CAUTION_TIMES_MAX = 10
@@ -189,11 +190,10 @@ def _score_all(
 def _discounted(
     candidates: list[ScoredCandidate], here: Arrangement, state: State, now_ms: int
 ) -> list[ScoredCandidate]:
-    """Return the candidates; while goals are missed, layouts that were left shortly ago count less.
-    """
+    """Return the candidates, with less worth if a layout was left a short while ago; see above."""
     now = next(each for each in candidates if each.arrangement == here)
     recent = {layout for layout, at_ms in state.left if now_ms - at_ms < RETURN_MS}
-    if now.score.attainment >= AS_GOOD or not recent:
+    if now.score.attainment >= AS_GOOD or not recent or not here.reserved:
         return candidates
     return [
         replace(each, worth=each.worth * RETURN_WORTH)
