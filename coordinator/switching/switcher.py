@@ -1,9 +1,10 @@
 """The coordinator's side of the switch protocol: from one layout to the next, despite failures.
 
 Invariant: the epoch only grows, a stage is left only when every rank of the target has acknowledged
-it, and a rank is cut out only when its time lease is over or its process has ended. There is no
-abort: a change of plan is a new target with a higher epoch, at any time. The core calls this module
-and sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
+it or serves in a group that the switch leaves alone, and a rank is cut out only when its time lease
+is over or its process has ended. There is no abort: a change of plan is a new target with a higher
+epoch, at any time. The core calls this module and sends `directive_for` to each rank as the answer
+to its reports and whenever `version` changes.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,7 +31,14 @@ from coordinator.switching.move_commits import MoveCommits
 from coordinator.switching.page_grants import PageGrants
 from coordinator.switching.precopy import PreCopy
 from coordinator.switching.retained_leases import RetainedLeases
-from coordinator.switching.targets import bind, have_joined, is_foreign, void, who_is_late
+from coordinator.switching.targets import (
+    bind,
+    have_joined,
+    is_foreign,
+    staying,
+    void,
+    who_is_late,
+)
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
@@ -63,6 +71,7 @@ class Switcher:
         "_recover_until_ms",
         "_roster",
         "_settings",
+        "_stay",
         "alive",
         "carry",
         "log",
@@ -93,6 +102,8 @@ class Switcher:
         self.target = Target(())
         self.alive: tuple[Rank, ...] = ()
         """The ranks of the target: all that are not cut out."""
+        self._stay: frozenset[Binding] = frozenset()
+        """The groups that this switch leaves alone, so it does not wait for their ranks."""
         self.carry = settings.default_carry
         self.recovering = True
         self.served_layout = Layout(())
@@ -108,7 +119,7 @@ class Switcher:
 
     @property
     def is_serving(self) -> bool:
-        """Every rank of the target has acknowledged SERVE."""
+        """Every rank of the target has acknowledged SERVE, or serves on in a group that stays."""
         is_last = self.stage.phase is Phase.SERVE and bool(self.target.bindings)
         return is_last and self._all_acknowledged()
 
@@ -334,6 +345,7 @@ class Switcher:
         fresh = {*fresh, *self._half_formed()}
         self.stage = Stage(highest + 1, Phase.PARK)
         self.target = bind(layout, previous, self.stage.epoch, fresh, reserved or {})
+        self._stay = staying(previous, self.target, self._roster, self._stay)
         self.alive = layout.ranks
         self._precopy.stop()
         for binding in previous.bindings:
@@ -390,7 +402,7 @@ class Switcher:
         return tuple(each.rank for each in ejections)
 
     def _late(self) -> dict[Rank, Binding | None]:
-        return who_is_late(self._roster, self.alive, self.stage, self.target)
+        return who_is_late(self._roster, self.alive, self.stage, self.target, self._stay)
 
     def _all_acknowledged(self) -> bool:
         return not self._late()

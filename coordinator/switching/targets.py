@@ -68,13 +68,44 @@ def is_foreign(report: Report, target: Target, epoch: int) -> bool:
     return report.stage.epoch > epoch
 
 
+def staying(
+    previous: Target, target: Target, roster: Roster, known: Collection[Binding]
+) -> frozenset[Binding]:
+    """Return the groups of both targets that all members have reported to serve.
+
+    Nothing is asked of them until a later target. `known` are those that stayed before: a member's
+    last report may be about a stage between.
+    """
+    both = set(previous.bindings).intersection(target.bindings)
+    return frozenset(
+        each
+        for each in both
+        if have_joined(each, roster) and (each in known or _serve(each, roster))
+    )
+
+
+def _serve(binding: Binding, roster: Roster) -> bool:
+    """Return whether the last reports of its members, who have joined it, acknowledge SERVE."""
+    reports = map(roster.report_of, binding.group.ranks)
+    return all(report is not None and report.stage.phase is Phase.SERVE for report in reports)
+
+
 def who_is_late(
-    roster: Roster, alive: Collection[Rank], stage: Stage, target: Target
+    roster: Roster,
+    alive: Collection[Rank],
+    stage: Stage,
+    target: Target,
+    stay: Collection[Binding] = (),
 ) -> dict[Rank, Binding | None]:
-    """Return the ranks that have not acknowledged the stage, with the group each is joined to."""
+    """Return the ranks that have not acknowledged the stage, with the group each is joined to.
+
+    Groups that `stay` go on: a rank of one acknowledges between two steps, which may take long, and
+    no one needs that.
+    """
     reports = {rank: roster.report_of(rank) for rank in alive}
     return {
         rank: report.binding if report is not None else None
         for rank, report in reports.items()
-        if report is None or report.stage < stage or report.target != target
+        if report is None
+        or (report.binding not in stay and (report.stage < stage or report.target != target))
     }

@@ -38,6 +38,8 @@ class Ranks:
         if Rank(rank) not in self.roster:
             self.roster.on_hello(hello(rank), self.now_ms)
         wanted = self.switcher.target if stage.epoch else None
+        if wanted is not None and stage.phase >= Phase.SWAP:
+            fields.setdefault("binding", wanted.binding_of(Rank(rank)))
         said = report(rank, stage, sent_at_ms=self.now_ms, target=wanted, **fields)  # type: ignore[arg-type]
         assert self.roster.on_report(said, self.now_ms)
         self.switcher.on_report(said, self.now_ms)

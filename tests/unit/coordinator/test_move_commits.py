@@ -146,7 +146,7 @@ def test_who_takes_no_part_in_a_move_joins_before_groups_begin() -> None:
     ranks = Ranks().serve()
     for rank in range(4):
         ranks.roster[Rank(rank)].hello = hello(rank, widths=(1, 2, 4) if rank else (1,))
-    ranks.switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
     ranks.acknowledge()
     assert ranks.switcher.stage == Stage(2, Phase.MOVE)
     assert ranks.switcher.directive_for(Rank(0)).movers == (1, 2, 3)  # type: ignore[union-attr]

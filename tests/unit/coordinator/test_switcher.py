@@ -67,6 +67,53 @@ def test_a_group_that_stays_keeps_its_formation() -> None:
     assert ranks.switcher.target == target("dp2+tp2", 3, 3, 2)
 
 
+@pytest.mark.parametrize("carry", [Carry.PAUSE, Carry.RESHARD])
+def test_a_switch_does_not_wait_for_the_steps_of_a_group_that_stays(carry: Carry) -> None:
+    """Its ranks acknowledge between two steps, which may read long prompts."""
+    ranks = Ranks().serve()
+    assert ranks.switcher.target == target("tp2+dp2", 1, 1, 1)
+    ranks.switcher.retarget(layout("tp2+tp2"), carry, "test", 0)
+    for _ in range(2):
+        assert not ranks.switcher.is_serving
+        ranks.acknowledge(2, 3)
+    assert ranks.switcher.stage == Stage(2, Phase.SERVE)
+    ranks.acknowledge(2, 3)
+    assert ranks.switcher.is_serving, "ranks 0 and 1 have said nothing of this epoch"
+    ranks.switcher.retarget(layout("tp2+dp2"), carry, "test", 0)
+    for _ in range(3):
+        ranks.acknowledge(2, 3)
+    assert ranks.switcher.is_serving, "nor of this one"
+    for _ in range(5):
+        assert ranks.tick(200) == ()
+        ranks.acknowledge(2, 3)
+    assert ranks.tick(1) == (0, 1), "silent ranks are cut out as always"
+
+
+def test_a_group_that_has_not_served_yet_is_waited_for() -> None:
+    ranks = Ranks()
+    ranks.tick()
+    ranks.acknowledge()
+    ranks.acknowledge()
+    ranks.acknowledge(0, 2, 3)
+    ranks.switcher.retarget(layout("tp2+tp2"), Carry.PAUSE, "test", 0)
+    for _ in range(3):
+        ranks.acknowledge(2, 3)
+    assert ranks.switcher.stage == Stage(2, Phase.PARK), "rank 1 may not have joined it"
+    ranks.acknowledge(0, 1)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+
+
+def test_a_group_that_stays_is_waited_for_once_a_rank_has_left_it() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp2+tp2"), Carry.PAUSE, "test", 0)
+    ranks.hear(1, Stage(2, Phase.PARK))
+    for _ in range(2):
+        ranks.acknowledge(2, 3)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+    ranks.acknowledge(2, 3)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP), "rank 1 has to join it again"
+
+
 def test_a_fresh_rank_needs_a_new_formation() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("tp2+dp2"), Carry.PAUSE, "test", 0, fresh=[Rank(0)])
@@ -118,7 +165,7 @@ def test_a_silent_rank_is_cut_out_after_its_lease_and_not_before() -> None:
     ranks.acknowledge(0, 1, 2)
     assert ranks.tick(1) == (3,)
     assert ranks.switcher.alive == (0, 1, 2)
-    assert ranks.switcher.stage == Stage(2, Phase.PARK)
+    assert ranks.switcher.stage == Stage(2, Phase.SERVE), "the others serve on"
 
 
 def test_a_coordinator_that_stood_still_blames_nobody() -> None:
@@ -290,10 +337,10 @@ def test_only_ranks_that_are_parked_for_a_migration_copy(plan: Carry) -> None:
     """Ranks that joined under an earlier plan publish nothing; a mover would wait for them."""
     ranks = Ranks().serve()
     switcher = ranks.switcher
-    switcher.retarget(layout("dp4"), plan, "test", 0)
+    switcher.retarget(layout("dp2+tp2"), plan, "test", 0)
     epoch = switcher.epoch
     ranks.acknowledge(0, 1, 2)  # Then ranks 0 and 1 join, but their reports are late.
-    switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
     assert switcher.stage == Stage(epoch + 1, Phase.PARK)
     ranks.hear(3, Stage(epoch, Phase.PARK))
     for rank in (0, 1):
