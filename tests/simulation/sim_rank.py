@@ -169,7 +169,7 @@ class SimRank:
         self.loop = SimLoop(self.core, session, self.inbox)
         self.loop.process = self
         steps = self.runtime.steps
-        self.loss = PeerFailure(self.participant, STUCK_S, lambda: steps.draining_group)
+        self.loss = PeerFailure(self.participant, STUCK_S, lambda: steps.draining_groups)
         poll_s = WATCH_TICKS * TICK_MS / 1_000
         self.progress = Progress(lambda: self.loop.passes, PROGRESS_LIMIT_S, poll_s)
 

@@ -65,16 +65,18 @@ class PeerFailure:
         self,
         participant: Participation,
         limit_s: float,
-        draining_group: Callable[[], Joined | None] = lambda: None,
+        draining_groups: Callable[[], tuple[Joined, ...]] = tuple,
     ) -> None:
-        """`draining_group`: the group that the rank has left, while it may still compute in it."""
+        """`draining_groups`: groups that the rank has left, while it may still compute in them."""
         self._participant = participant
-        self._draining_group = draining_group
+        self._draining_groups = draining_groups
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
         self._degraded: _DegradedFormation | None = None
         self._unblocked = -1
         """The aborted formation; this rank leaves it even if the lost rank returns."""
+        self._endless: frozenset[int] = frozenset()
+        """Formations left in a step that lacked a member: it never ends, whoever returns."""
 
     def heard(self, message: RankDown) -> Binding | None:
         """Record the members that the coordinator lists; return what lacks one by now."""
@@ -91,10 +93,13 @@ class PeerFailure:
     ) -> Binding | None:
         if present is None:
             return None
-        for each in (joined, self._draining_group()):
-            if each is None:
-                continue
-            if each[0].formation == self._unblocked or _lacks_one(each, present):
+        draining = self._draining_groups()
+        for each in draining:
+            if _lacks_one(each, present):
+                self._endless |= {each[0].formation}
+        known = self._endless | {self._unblocked}
+        for each in (joined, *draining) if joined is not None else draining:
+            if each[0].formation in known or _lacks_one(each, present):
                 return each[0]
         return None
 

@@ -120,7 +120,7 @@ def serve_rank(
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
     # Where collectives can raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
-    loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.draining_group)
+    loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.draining_groups)
     probes = config.cell.probe_after_switch
     core = RankCore(engine, runtime, participant, heartbeat_s, probes_after_switch=probes)
     loop = RankLoop(core, session, inbox, publisher.watch)

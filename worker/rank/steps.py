@@ -116,7 +116,7 @@ class Steps:
         self._incarnation = incarnation
         self._publisher = publisher
         self._inflight: InflightStep | None = None
-        self._draining: tuple[Joined, Callable[[], bool]] | None = None
+        self._draining: tuple[tuple[Joined, Callable[[], bool]], ...] = ()
         self._detached_end_ns: int | None = None
         self._deferred: DeferredStep | None = None
         self._planned: deque[InflightStep] = deque()
@@ -152,22 +152,24 @@ class Steps:
         return inflight is not None and inflight.mode is not self._runtime.selected
 
     @property
-    def draining_group(self) -> Joined | None:
-        """The group that the rank left last, while the device may still compute in it.
+    def draining_groups(self) -> tuple[Joined, ...]:
+        """The groups that the rank has left while the device may still compute in them.
 
         Other threads may read this.
         """
-        draining = self._draining  # The main loop replaces both halves at once.
-        if draining is None:
-            return None
-        joined, is_done = draining
-        return None if is_done() else joined
+        return tuple(joined for joined, is_done in self._draining if not is_done())
 
     def on_leave(self, joined: Joined | None) -> None:
-        """Note that the rank leaves this group; its last step may be in flight."""
-        deferred = self._deferred
-        is_done = self._runtime.engine.done() if deferred is None else deferred.query
-        self._draining = (joined, is_done) if joined is not None else None
+        """Note that the rank leaves this group; its last step may be in flight.
+
+        So may that of a group that it left before: a step ends only once all members are in it.
+        """
+        draining = tuple(each for each in self._draining if not each[1]())
+        if joined is not None:
+            deferred = self._deferred
+            is_done = self._runtime.engine.done() if deferred is None else deferred.query
+            draining += ((joined, is_done),)
+        self._draining = draining
 
     def lead(self, mode: EngineMode, binding: Binding, epoch: int) -> int:
         """Launch one step of the led group and finish the one before; return the time taken in µs.

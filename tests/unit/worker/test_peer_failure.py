@@ -163,18 +163,29 @@ def test_what_is_joined_is_told_with_its_members_and_ends_with_the_leave() -> No
 
 def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> None:
     participant = joined(0)
+    assert participant.joined is not None
     behind = [participant.joined]
     told = directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.PAUSE)
     participant.on_directive(told)
     move = participant.next_move(idle=True)
     assert move is not None
     participant.made(move)
-    loss = PeerFailure(participant, LIMIT_S, lambda: behind[0])
+    loss = PeerFailure(participant, LIMIT_S, lambda: tuple(behind))
     loss.heard(told)
     assert loss.degraded_binding() is None, "all of its members are there"
     loss.heard(directive(without(1), 3, Phase.PARK))
     assert loss.degraded_binding() == TP2.binding_of(Rank(0))
     assert not is_stuck(loss, 0.0)
     assert is_stuck(loss, 2.0)
-    behind[0] = None
-    assert not is_stuck(loss, 2.1), "the step came to its end"
+    loss.heard(directive(target("dp4", 4), 4, Phase.PARK))
+    assert is_stuck(loss, 2.1), "the step does not end because the lost rank is back"
+    behind.clear()
+    assert not is_stuck(loss, 2.2), "the step came to its end"
+
+
+def test_a_slow_member_of_the_joined_group_may_come_back() -> None:
+    loss = watched(0)
+    loss.heard(directive(without(1), 2, Phase.PARK))
+    assert not is_stuck(loss, 0.1)
+    loss.heard(directive(TP2, 3, Phase.PARK))
+    assert not is_stuck(loss, 9.0)

@@ -25,7 +25,7 @@ class Held:
         self.done = done
         self.has_deferred_step = self.is_late = True
         self.has_inflight = self.has_detached_step = False
-        self.draining_group = None
+        self.draining_groups = ()
 
     def run_deferred(self) -> None:
         self.done.append("catch up")

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from comm_pool.formations import PeerLostError
@@ -67,12 +68,24 @@ def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
 
 def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> None:
     stage = Stage()
-    seen = [stage.steps.draining_group]
+    seen = [stage.steps.draining_groups]
     stage.leave_in_mid_step()
-    seen.append(stage.steps.draining_group)
+    seen.append(stage.steps.draining_groups)
     stage.engine.finish_steps()
-    seen.append(stage.steps.draining_group)
-    assert seen == [None, (DP, {Rank(0): 1}), None]
+    seen.append(stage.steps.draining_groups)
+    assert seen == [(), ((DP, {Rank(0): 1}),), ()]
+
+
+def test_groups_that_were_left_count_until_the_device_is_done_with_each() -> None:
+    """A step that lacks a member holds up those of the groups that the rank joined since."""
+    stage = Stage()
+    stage.leave_in_mid_step()
+    first = stage.steps.draining_groups
+    later = msgspec.structs.replace(DP, formation=DP.formation + 1)
+    stage.steps.on_leave((later, {Rank(0): 1}))
+    assert stage.steps.draining_groups == (*first, (later, {Rank(0): 1}))
+    stage.engine.finish_steps()
+    assert stage.steps.draining_groups == ()
 
 
 def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:

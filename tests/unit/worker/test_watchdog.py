@@ -146,8 +146,9 @@ def test_a_rank_whose_place_another_process_has_taken_is_only_marked() -> None:
 def test_a_group_that_was_left_with_its_last_step_under_way_is_only_marked() -> None:
     watched = Watched(0, "dp1+off1")
     joined = watched.participant.joined
+    assert joined is not None
     watched.hear(watched.without)
-    watched.loss = PeerFailure(watched.participant, LIMIT_S, lambda: joined)
+    watched.loss = PeerFailure(watched.participant, LIMIT_S, lambda: (joined,))
     watched.loss.heard(watched.without)
     assert watched.loss.degraded_binding() == TP2.bindings[0]
     assert watched.call_out() == [MARKED]

@@ -165,7 +165,7 @@ class Migration:
         """Publish the tokens of the last step, as soon as they are there."""
         steps = self._runtime.steps
         steps.finish_detached_if_ready()
-        if self._publication is None or steps.has_inflight or steps.draining_group is not None:
+        if self._publication is None or steps.has_inflight or steps.draining_groups:
             return
         (scheduler, states), self._publication = self._publication, None
         tokens = scheduler.tokens_since(states) if scheduler is not None else {}
