@@ -67,12 +67,23 @@ class LayoutSpace:
             if possible not in same:
                 same.append(possible)
 
-    def layouts(self, current: Layout) -> list[Layout]:
-        """Return one layout of each shape, the nearest to `current`."""
+    def layouts(
+        self, current: Layout, urgent: Mapping[Rank, float] | None = None
+    ) -> list[Layout]:
+        """Return one layout of each shape, the nearest to `current`.
+
+        `urgent` says how many of the most urgent tier's tasks run on each rank. Among layouts that
+        change as few ranks, the one that leaves most of these where they are is the nearest: tasks
+        of a group that ends do not move into a reserved group that stays.
+        """
+        tasks = urgent or {}
+
+        def distance(layout: Layout) -> tuple[int, float]:
+            changed = diff(current, layout)
+            return len(changed), round(sum(tasks.get(rank, 0.0) for rank in changed), 6)
+
         return [
-            current
-            if shape == shape_of(current)
-            else min(same, key=lambda layout: (len(diff(current, layout)), same.index(layout)))
+            current if shape == shape_of(current) else min(same, key=distance)
             for shape, same in self._by_shape.items()
         ]
 

@@ -163,7 +163,7 @@ def _score_all(
     tiers = {demand.tier for demand in demands}
     urgent = tasks_by_rank(observation.groups, here.layout, min(tiers))
     wanted = [here]
-    for layout in space.layouts(here.layout):
+    for layout in space.layouts(here.layout, urgent):
         wanted += [each for each in arrangements(layout, tiers, urgent) if each != here]
     context = sum(demand.context for demand in demands)
     # Groups that change wait for the longest running step.

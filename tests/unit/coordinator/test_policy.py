@@ -188,6 +188,19 @@ def test_equal_shapes_are_one_candidate_and_lost_ranks_serve_alone() -> None:
     assert {format_layout(each) for each in alone.layouts(Layout(()))} == {"dp4", "tp2+dp2"}
 
 
+@pytest.mark.parametrize(
+    ("urgent", "nearest"), [({0: 3.0, 1: 3.0}, "tp2+dp2"), ({2: 1.0, 3: 1.0}, "dp2+tp2")]
+)
+def test_the_nearest_layout_leaves_urgent_tasks_where_they_are(
+    urgent: dict[int, float], nearest: str
+) -> None:
+    here = parse_layout("tp2+tp2", 4, (1, 2, 4))
+    tasks = {Rank(rank): count for rank, count in urgent.items()}
+    found = {format_layout(each) for each in SPACE.layouts(here, tasks)}
+    assert nearest in found
+    assert len(found) == len(SPACE.layouts(here)), "one of each shape"
+
+
 def test_groups_are_kept_only_where_several_tiers_are() -> None:
     layout = parse_layout("tp2+dp2", 4, (1, 2, 4))
     assert arrangements(layout, [1]) == [Arrangement(layout)]
