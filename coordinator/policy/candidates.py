@@ -67,9 +67,7 @@ class LayoutSpace:
             if possible not in same:
                 same.append(possible)
 
-    def layouts(
-        self, current: Layout, urgent: Mapping[Rank, float] | None = None
-    ) -> list[Layout]:
+    def layouts(self, current: Layout, urgent: Mapping[Rank, float] | None = None) -> list[Layout]:
         """Return one layout of each shape, the nearest to `current`.
 
         `urgent` says how many of the most urgent tier's tasks run on each rank. Among layouts that

@@ -51,7 +51,7 @@ REGRET_MS = 60_000
 """A change for speed was a mistake if requests begin to miss goals within this time."""
 
 RETURN_MS = 20_000
-"""Requests of one backlog last so long: a return within it has to win by more."""
+"""A backlog lasts about this long: a return within it has to win by more."""
 
 RETURN_WORTH = 0.8
 """Discount for a layout that was left so recently, if groups are reserved here and goals missed.
@@ -70,8 +70,8 @@ class State:
 
     `faster_ms` is the time of its last change for speed alone. If goals called for another layout
     soon after that, it does not change for speed to a layout of at most `avoided_groups` groups
-    until `careful_until_ms`, which is `caution_ms` later. `left` has the layouts that it left in
-    the last `RETURN_MS`, with the times.
+    until `careful_until_ms`, which is `caution_ms` later. `departures` has the layouts that it left
+    in the last `RETURN_MS`, with the times.
     """
 
     preferred: str = ""
@@ -80,7 +80,7 @@ class State:
     caution_ms: int = 0
     careful_until_ms: int = 0
     avoided_groups: int = 0
-    left: tuple[tuple[Layout, int], ...] = ()
+    departures: tuple[tuple[Layout, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _discounted(
 ) -> list[ScoredCandidate]:
     """Return the candidates, with less worth if a layout was left a short while ago; see above."""
     now = next(each for each in candidates if each.arrangement == here)
-    recent = {layout for layout, at_ms in state.left if now_ms - at_ms < RETURN_MS}
+    recent = {layout for layout, at_ms in state.departures if now_ms - at_ms < RETURN_MS}
     if now.score.attainment >= AS_GOOD or not recent or not here.reserved:
         return candidates
     return [
@@ -273,9 +273,9 @@ def _changed(
     )
 
 
-def _left(state: State, layout: Layout, now_ms: int) -> State:
-    recent = tuple(each for each in state.left if now_ms - each[1] < RETURN_MS)
-    return replace(state, left=(*recent, (layout, now_ms)))
+def _departed(state: State, layout: Layout, now_ms: int) -> State:
+    recent = tuple(each for each in state.departures if now_ms - each[1] < RETURN_MS)
+    return replace(state, departures=(*recent, (layout, now_ms)))
 
 
 def _choose(
@@ -307,7 +307,7 @@ def _choose(
         if held := _held_back(observation, now, best, settings):
             return stay(f"{held}; otherwise {there.name}, because {reason.words}")
         state = _changed(state, reason, observation.time_ms, now, settings)
-        state = _left(state, here.layout, observation.time_ms)
+        state = _departed(state, here.layout, observation.time_ms)
     return Verdict(there, reason.words, changes=True), state
 
 
