@@ -76,7 +76,7 @@ class PeerFailure:
         self._unblocked = -1
         """The aborted formation; this rank leaves it even if the lost rank returns."""
         self._endless: frozenset[int] = frozenset()
-        """Formations left in a step that lacked a member: it never ends, even if that one returns."""
+        """Formations left in a step that lacked a member: it never ends, even if that returns."""
 
     def heard(self, message: RankDown) -> Binding | None:
         """Record the members that the coordinator lists; return what lacks one by now."""

@@ -75,9 +75,9 @@ def test_whoever_needs_its_tokens_computes_it() -> None:
 def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
     stage = held(leads=True)
     leave(stage)
-    assert stage.steps.draining_groups == (JOINED,)
+    assert list(stage.steps.draining_groups) == [JOINED]
     stage.steps.run_deferred()
-    assert stage.steps.draining_groups == ()
+    assert list(stage.steps.draining_groups) == []
 
 
 def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
@@ -114,11 +114,11 @@ def test_a_follower_computes_it_when_asked() -> None:
     stage = held(leads=False)
     leave(stage)
     assert (stage.tp.computed, stage.steps.has_deferred_step, stage.steps.ended_ns) == (0, True, 0)
-    assert stage.steps.draining_groups == (JOINED,)
+    assert list(stage.steps.draining_groups) == [JOINED]
     assert not stage.steps.has_detached_step, "it has no tokens to take"
     stage.steps.run_deferred()
     assert (stage.tp.computed, stage.steps.has_deferred_step) == (1, False)
-    assert (stage.steps.draining_groups, stage.pushed, stage.lost_groups) == ((), [], [])
+    assert [*stage.steps.draining_groups, *stage.pushed, *stage.lost_groups] == []
 
 
 @pytest.mark.parametrize(
