@@ -33,6 +33,9 @@ def unrest_of(world: "World") -> str | None:
             continue
         if unrest := _unrest_of_rank(process):
             return f"rank {rank} {unrest}"
+        # A switch does not wait for the ranks of groups that stay.
+        if (stage := process.participant.stage) != core._switcher.stage:
+            return f"rank {rank} is at {stage}, not yet at {core._switcher.stage}"
     return _unrest_of_pool(core)
 
 

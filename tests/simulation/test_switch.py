@@ -41,7 +41,7 @@ FOUND_BY = {
     "rounds do not wait": 8,
     "restarts are ignored": 25,
     "recovery forgets moves": 5,
-    "half joined groups stay": 46,
+    "half joined groups stay": 53,
     "accept stale attempts": 2,
     "lease longer than patience": 10,
     "no lease": 10,
