@@ -134,12 +134,12 @@ def decide(
         reason = pinned or f"the steps of {unknown[0]} were not measured"
         return Verdict(here, reason, changes=False), state
     candidates = _score_all(observation, here, space, costs, settings, demands)
-    candidates = _discounted(candidates, here, state, observation.time_ms)
+    now = next(each for each in candidates if each.arrangement == here)
+    candidates = _discounted(candidates, now, state, observation.time_ms)
     if pinned:
         # Report the candidates anyway: the decision to add cells needs them.
         verdict = Verdict(here, pinned, changes=False)
         return replace(verdict, candidates=tuple(candidates), demands=tuple(demands)), state
-    now = next(each for each in candidates if each.arrangement == here)
     best = _best(candidates, now, settings)
     state = _remember(state, best, here, observation.time_ms)
     verdict, state = _choose(observation, now, best, settings, state)
@@ -188,19 +188,24 @@ def _score_all(
 
 
 def _discounted(
-    candidates: list[ScoredCandidate], here: Arrangement, state: State, now_ms: int
+    candidates: list[ScoredCandidate], now: ScoredCandidate, state: State, now_ms: int
 ) -> list[ScoredCandidate]:
     """Return the candidates, with less worth if a layout was left a short while ago; see above."""
-    now = next(each for each in candidates if each.arrangement == here)
-    recent = {layout for layout, at_ms in state.departures if now_ms - at_ms < RETURN_MS}
-    if now.score.attainment >= AS_GOOD or not recent or not here.reserved:
+    here = now.arrangement
+    if now.score.attainment >= AS_GOOD or not here.reserved:
         return candidates
+    recent = {layout for layout, _ in _departures(state, now_ms)} - {here.layout}
     return [
         replace(each, worth=each.worth * RETURN_WORTH)
-        if each.arrangement.layout in recent - {here.layout}
+        if each.arrangement.layout in recent
         else each
         for each in candidates
     ]
+
+
+def _departures(state: State, now_ms: int) -> tuple[tuple[Layout, int], ...]:
+    """Return the departures of the last `RETURN_MS`."""
+    return tuple(each for each in state.departures if now_ms - each[1] < RETURN_MS)
 
 
 def busier_than(demand: Demand, horizon_s: float) -> Demand:
@@ -273,11 +278,6 @@ def _changed(
     )
 
 
-def _departed(state: State, layout: Layout, now_ms: int) -> State:
-    recent = tuple(each for each in state.departures if now_ms - each[1] < RETURN_MS)
-    return replace(state, departures=(*recent, (layout, now_ms)))
-
-
 def _choose(
     observation: Observation,
     now: ScoredCandidate,
@@ -307,7 +307,8 @@ def _choose(
         if held := _held_back(observation, now, best, settings):
             return stay(f"{held}; otherwise {there.name}, because {reason.words}")
         state = _changed(state, reason, observation.time_ms, now, settings)
-        state = _departed(state, here.layout, observation.time_ms)
+        before = _departures(state, observation.time_ms)
+        state = replace(state, departures=(*before, (here.layout, observation.time_ms)))
     return Verdict(there, reason.words, changes=True), state
 
 

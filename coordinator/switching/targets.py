@@ -95,7 +95,7 @@ def who_is_late(
     alive: Collection[Rank],
     stage: Stage,
     target: Target,
-    stay: Collection[Binding] = (),
+    stay: Collection[Binding],
 ) -> dict[Rank, Binding | None]:
     """Return the ranks that have not acknowledged the stage, with the group each is joined to.
 

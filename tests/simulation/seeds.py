@@ -34,7 +34,7 @@ LONG = {
     "borrow": Long(BORROW, range(25, 109)),
     "precopy": Long(PRECOPY, range(10, 500)),
     "wide precopy": Long(WIDE_PRECOPY, range(60)),
-    "pipelines": Long(PIPELINES, range(14, 126)),
+    "pipelines": Long(PIPELINES, range(20, 126)),
     "calm": Long(CALM, range(140)),
 }
 """The share of a day: 105 at 0.2 s, 23 at 0.25 s and 8 at 0.4 s of a core are some 30 s."""

@@ -94,14 +94,12 @@ class PeerFailure:
         if present is None:
             return None
         draining = self._draining_groups()
-        for each in draining:
-            if _lacks_one(each, present):
-                self._endless |= {each[0].formation}
-        known = self._endless | {self._unblocked}
-        for each in (joined, *draining) if joined is not None else draining:
-            if each[0].formation in known or _lacks_one(each, present):
-                return each[0]
-        return None
+        self._endless |= {each[0].formation for each in draining if _lacks_one(each, present)}
+        if joined is not None and _lacks_one(joined, present):
+            return joined[0]
+        groups = draining if joined is None else (joined, *draining)
+        lost = self._endless | {self._unblocked}
+        return next((binding for binding, _ in groups if binding.formation in lost), None)
 
     def look(self, now_s: float) -> Loss | None:
         """Return what to do about a group that lacks a member, if one does; call it on every poll.

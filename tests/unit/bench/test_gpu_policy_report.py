@@ -53,7 +53,7 @@ def test_a_landed_run_is_judged_against_the_better_server() -> None:
     assert float(verdict.measured) == pytest.approx(tpot / best, abs=0.001)
 
     rows = [each for each in section_of("bursty", reports, 2) if each.startswith("| phase ")]
-    assert len(rows) == len(phases) * len(reports), "the one tier of a phase is not told again"
+    assert len(rows) == len(phases) * len(reports), "a phase's only tier has no own rows"
 
     ours["decisions"] = [
         {"choice": "tp2", "reason": "it is faster", "changes": True},

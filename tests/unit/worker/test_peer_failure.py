@@ -164,13 +164,13 @@ def test_what_is_joined_is_told_with_its_members_and_ends_with_the_leave() -> No
 def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> None:
     participant = joined(0)
     assert participant.joined is not None
-    behind = [participant.joined]
+    draining = [participant.joined]
     told = directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.PAUSE)
     participant.on_directive(told)
     move = participant.next_move(idle=True)
     assert move is not None
     participant.made(move)
-    loss = PeerFailure(participant, LIMIT_S, lambda: tuple(behind))
+    loss = PeerFailure(participant, LIMIT_S, lambda: tuple(draining))
     loss.heard(told)
     assert loss.degraded_binding() is None, "all of its members are there"
     loss.heard(directive(without(1), 3, Phase.PARK))
@@ -179,7 +179,7 @@ def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> N
     assert is_stuck(loss, 2.0)
     loss.heard(directive(target("dp4", 4), 4, Phase.PARK))
     assert is_stuck(loss, 2.1), "the step does not end because the lost rank is back"
-    behind.clear()
+    draining.clear()
     assert not is_stuck(loss, 2.2), "the step came to its end"
 
 
