@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from kvadaptor.transfer.driver import call_driver
+
 MEMORY_NAME = "aileron-kv"
 """The name of the memory in /proc/<pid>/maps."""
 
@@ -193,31 +195,12 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _IPC_HANDLE_BYTES),)
 
 
-def _driver() -> Any:
-    """Return the CUDA driver's library, which torch has loaded already."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise PeerMappingError(f"the CUDA driver's library cannot be loaded: {error}.") from error
-
-
-def _call(name: str, *arguments: Any) -> str | None:
-    """Call the driver; return the name of the error, None for success."""
-    driver = _driver()
-    status: int = getattr(driver, name)(*arguments)
-    if status == 0:
-        return None
-    text = ctypes.c_char_p()
-    driver.cuGetErrorName(ctypes.c_int(status), ctypes.byref(text))
-    return text.value.decode() if text.value else f"error {status}"
-
-
 def _export_address(address: int) -> tuple[bytes, int]:
     """Return the IPC handle of the allocation that holds the address, and the offset in it."""
     base, size, ipc = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     pointer = ctypes.c_uint64(address)
-    error = _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
-    error = error or _call("cuIpcGetMemHandle", ctypes.byref(ipc), base)
+    error = call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+    error = error or call_driver("cuIpcGetMemHandle", ctypes.byref(ipc), base)
     if error:
         raise PeerMappingError(
             f"the CUDA driver cannot share this KV memory ({error}): it must come from cudaMalloc, "
@@ -232,7 +215,7 @@ def _open_address(ipc: bytes) -> int:
     pointer = ctypes.c_uint64()
     by_value = _IpcHandle.from_buffer_copy(ipc)
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
-    error = _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), by_value, flags)
+    error = call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), by_value, flags)
     if error:
         raise PeerMappingError(
             f"the CUDA driver cannot map a peer's KV memory ({error}): the devices need "

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from kvadaptor.transfer import peers
+from kvadaptor.transfer import driver, peers
 from kvadaptor.transfer.peers import (
     CudaHandle,
     PeerMappingError,
@@ -169,7 +169,7 @@ class FakeDriver:
 
 
 def test_the_place_in_the_allocation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_driver", lambda: FakeDriver(None))
+    monkeypatch.setattr(driver, "_driver", lambda: FakeDriver(None))
     ipc, offset = peers._export_address(4096 + 512)
     assert offset == 512
     assert peers._open_address(ipc) == 1 << 40
@@ -186,7 +186,7 @@ def test_the_place_in_the_allocation_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_driver_s_refusals_are_explained(
     failing: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_driver", lambda: FakeDriver(failing))
+    monkeypatch.setattr(driver, "_driver", lambda: FakeDriver(failing))
     with pytest.raises(PeerMappingError, match=reason):
         peers._open_address(peers._export_address(4096)[0])
 
