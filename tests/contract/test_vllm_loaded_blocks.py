@@ -19,7 +19,8 @@ from tests.harness.vllm.mode_schedulers import (
     states_of,
     step,
 )
-from worker.engine.scheduling.connector import BlockConnector, BlockCopies
+from worker.engine.scheduling.block_copies import BlockCopies
+from worker.engine.scheduling.connector import BlockConnector
 from worker.engine.scheduling.scheduler import ModeScheduler
 
 

@@ -18,7 +18,7 @@ from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout, layout_of
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.views import KVBuffer
-from worker.engine.scheduling.connector import BlockCopies
+from worker.engine.scheduling.block_copies import BlockCopies
 from worker.rank.step_times import StepTimes
 
 Bytes = npt.NDArray[np.uint8]

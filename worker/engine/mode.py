@@ -16,7 +16,7 @@ from worker.engine.config import ModeKey
 from worker.engine.counters import LoanCounts
 from worker.engine.host_kv import HostTier
 from worker.engine.lost_kv import LostKV
-from worker.engine.scheduling.connector import BlockCopies
+from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import BroadcastQueue

@@ -45,7 +45,8 @@ from worker.engine.lost_kv import LostBlocks, LostKV, open_directories, open_los
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
-from worker.engine.scheduling.connector import BlockConnector, BlockSource
+from worker.engine.scheduling.block_copies import BlockSource
+from worker.engine.scheduling.connector import BlockConnector
 from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements

@@ -11,7 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
-from worker.engine.scheduling.connector import OFFER_S, BlockConnector, BlockCopies
+from worker.engine.scheduling.block_copies import BlockCopies
+from worker.engine.scheduling.connector import OFFER_S, BlockConnector
 from worker.engine.scheduling.host_blocks import HostBlocks
 
 SIZE = 4

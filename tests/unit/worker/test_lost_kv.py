@@ -14,8 +14,8 @@ from kvadaptor.geometry import PageGeometry
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from worker.engine.lost_kv import PLACES, LostBlocks, LostKV
+from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.block_entries import BlockEntries
-from worker.engine.scheduling.connector import BlockCopies
 
 PAGES = 5
 LAYERS = 2

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvadaptor.host.directory import HostDirectory
-from worker.engine.scheduling.connector import BlockCopies, LedTaskView
+from worker.engine.scheduling.block_copies import BlockCopies, LedTaskView
 
 
 class HostCounts(Protocol):

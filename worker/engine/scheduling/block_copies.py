@@ -1,0 +1,74 @@
+"""vLLM adapter: what a step copies into and out of its tasks' blocks, and from where to where."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class BlockCopies(KVConnectorMetadata):
+    """What a step copies: loads before it computes, stores afterwards. Blocks are logical."""
+
+    load_blocks: list[int] = field(default_factory=list)
+    load_pages: list[int] = field(default_factory=list)
+    """The host pages that are loaded."""
+    lost_blocks: list[int] = field(default_factory=list)
+    lost_places: list[int] = field(default_factory=list)
+    lost_tags: list[int] = field(default_factory=list)
+    """Blocks of lost groups that are loaded, and the tags of their entries."""
+    store_blocks: list[int] = field(default_factory=list)
+    store_pages: list[int] = field(default_factory=list)
+    store_tags: list[int] = field(default_factory=list)
+
+    @property
+    def loads(self) -> bool:
+        """Whether the step loads anything."""
+        return bool(self.load_blocks or self.lost_blocks)
+
+
+class LedTaskView(Protocol):
+    """The scheduler's side that the connector reads."""
+
+    requests: dict[str, Request]
+    block_size: int
+
+    def _blocks_of(self, request_id: str) -> list[int]: ...
+
+
+class BlockSource(Protocol):
+    """Where full blocks can be read, found by their hashes; its places are numbers."""
+
+    def refresh(self) -> None:
+        """Learn what is there now."""
+
+    def take(self, key: bytes) -> int | None:
+        """Return the place of this block, kept until `let_go`; None if it is not there."""
+
+    def let_go(self, places: Iterable[int]) -> None:
+        """Keep places no more."""
+
+    def is_sooner(self, tokens: int) -> bool:
+        """Return whether loading this many tokens beats computing them."""
+
+    def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        """Let a step load these places into a task's blocks."""
+
+    def gone(self, step: BlockCopies) -> set[int]:
+        """Return the blocks of a finished step that may have read something else."""
+
+
+class BlockStores(Protocol):
+    """Where full blocks are stored."""
+
+    def plan(self, step: BlockCopies, tokens: dict[str, int], now_s: float) -> None:
+        """Let a step, which computes these tokens of its tasks, store what they fill."""
+
+    def ended(self, name: str) -> None:
+        """Forget a task."""
+
+
+Taken = list[tuple[BlockSource, int]]
+"""Places that are kept, and their sources."""
