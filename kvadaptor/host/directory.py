@@ -42,7 +42,8 @@ class HostDirectory:
     def __init__(self, memory: memoryview, layout: HostLayout, rank: int, now_s: float) -> None:
         """Open the directory, all zeros or as another process of this rank has left it.
 
-        `memory` is writable and holds the bytes before `layout.data_at`. Pins of the rank end.
+        `memory` is writable and holds the bytes before `layout.data_at`. Pins of the rank end, and
+        it is not ready to copy pages.
         """
         self.layout = layout
         self.rank = rank
@@ -56,16 +57,30 @@ class HostDirectory:
         """How many changes of each part are known."""
         self._free: deque[int] = deque()
         self._used: OrderedDict[int, None] = OrderedDict()
-        """Complete pages of the rank's own, the longest unused first."""
+        """Complete pages of the rank's own, the longest unused first, without those of `_held`."""
+        self._held: OrderedDict[int, None] = OrderedDict()
+        """Such pages of running tasks; they go when there are no others."""
         self._pending: dict[int, float] = {}
         """Incomplete pages of the rank's own, and when they were allocated."""
         self._users: dict[int, int] = {}
-        """How many running tasks have each page of the rank's own; these go last."""
+        """How many running tasks have each page of the rank's own."""
+        self._own = layout.pages_of(rank)
         at = layout.pins_at(rank)
         memory[at : at + layout.pages] = bytes(layout.pages)
+        self.set_ready(is_ready=False)
         self._adopt(now_s)
         for each in range(layout.ranks):
             self._read_all(each)
+
+    # ------------------------------------------------------------------ readiness
+
+    def set_ready(self, *, is_ready: bool) -> None:
+        """Say whether this rank can copy pages: groups with others use host pages only then."""
+        self._words[self.layout.ready_word(self.rank)] = is_ready
+
+    def are_ready(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of these ranks can copy pages now."""
+        return all(self._words[self.layout.ready_word(rank)] for rank in ranks)
 
     # ------------------------------------------------------------------ readers
 
@@ -102,8 +117,9 @@ class HostDirectory:
         with FENCE:
             pass
         if self._hash_of(page) == _padded(key) and self._is_complete(page):
-            if page in self._used:
-                self._used.move_to_end(page)
+            for pages in (self._used, self._held):
+                if page in pages:
+                    pages.move_to_end(page)
             return True
         self._bytes[at] -= 1
         return False
@@ -153,6 +169,13 @@ class HostDirectory:
         """Return the tag with which members mark their shares of the page."""
         return _tag(self._words[self.layout.entry_word(page) + _GENERATION])
 
+    def is_written(self, page: int, tag: int) -> bool:
+        """Return whether all members have marked their shares of a page with this tag.
+
+        Or never will, as the page is to hold another block.
+        """
+        return self.tag(page) != tag or self._is_complete(page)
+
     def complete(self, page: int, share: int, tag: int) -> None:
         """Mark that share `share` of a page, of any rank's, is written."""
         with FENCE:
@@ -162,12 +185,19 @@ class HostDirectory:
         """Count the pages of the rank's own that have become complete as used."""
         for page in [page for page in self._pending if self._is_complete(page)]:
             del self._pending[page]
-            self._used[page] = None
+            self._keep(page)
+
+    def _keep(self, page: int) -> None:
+        """Count a page of the rank's own as used most recently."""
+        (self._held if page in self._users else self._used)[page] = None
 
     def add_user(self, page: int) -> None:
         """Evict a page after all others, until `remove_users`; pages of other ranks are ignored."""
-        if page in self.layout.pages_of(self.rank):
+        if page in self._own:
             self._users[page] = self._users.get(page, 0) + 1
+            if page in self._used:
+                del self._used[page]
+                self._held[page] = None
 
     def remove_users(self, pages: Iterable[int]) -> None:
         """Take back `add_user`."""
@@ -175,13 +205,16 @@ class HostDirectory:
             count = self._users.get(page, 0) - 1
             if count > 0:
                 self._users[page] = count
-            else:
-                self._users.pop(page, None)
+                continue
+            self._users.pop(page, None)
+            if page in self._held:
+                del self._held[page]
+                self._used[page] = None
 
     @property
     def used_pages(self) -> int:
         """Pages of the rank's own with a block."""
-        return len(self._used) + len(self._pending)
+        return len(self._used) + len(self._held) + len(self._pending)
 
     # ------------------------------------------------------------------ inside
 
@@ -191,18 +224,19 @@ class HostDirectory:
         while self._free:
             if self._take(page := self._free.popleft()):
                 return page
-            self._used[page] = None
-        orphans = [page for page, at_s in self._pending.items() if now_s - at_s > WRITE_LIMIT_S]
-        for page in orphans:
+            self._keep(page)
+        for page, at_s in list(self._pending.items()):
+            if now_s - at_s <= WRITE_LIMIT_S:
+                break  # Those after it are younger.
             del self._pending[page]
-            self._used[page] = None
-            self._used.move_to_end(page, last=False)
-        idle = islice((page for page in self._used if page not in self._users), _TRIES)
-        for page in (*idle, *islice(self._used, _TRIES)):
-            if self._take(page):
-                del self._used[page]
-                self._users.pop(page, None)
-                return page
+            self._keep(page)
+            (self._held if page in self._users else self._used).move_to_end(page, last=False)
+        for pages in (self._used, self._held):
+            for page in islice(pages, _TRIES):
+                if self._take(page):
+                    del pages[page]
+                    self._users.pop(page, None)
+                    return page
         return None
 
     def _take(self, page: int) -> bool:
@@ -231,7 +265,7 @@ class HostDirectory:
             elif not self._words[word + _SHARES]:
                 self._free.append(page)
             elif self._is_complete(page):
-                self._used[page] = None
+                self._keep(page)
             else:
                 self._pending[page] = now_s
 

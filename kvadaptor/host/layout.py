@@ -48,6 +48,10 @@ class HostLayout:
         """Return the word that counts the changes of a rank's part."""
         return rank * self.part_words
 
+    def ready_word(self, rank: int) -> int:
+        """Return the word that says whether a rank can copy pages."""
+        return rank * self.part_words + 1
+
     def journal_word(self, rank: int, number: int) -> int:
         """Return the word with the page of the rank's change of this number."""
         return rank * self.part_words + _HEADER_WORDS + number % JOURNAL_WORDS
