@@ -10,7 +10,7 @@ Serving, Communicator Pool). `activate` selects the group that vLLM's parallel l
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -316,6 +316,11 @@ class CommunicatorPool:
             return False
         marked = any(plane.is_aborted(formation) for plane in self._planes(ranks))
         return marked or self._formations.is_aborted(formation)
+
+    def validity(self, ranks: Sequence[Rank]) -> Callable[[], bool]:
+        """Return a query for whether the present formation of these ranks was not aborted."""
+        formation, members = self._formations.formation, tuple(ranks)
+        return lambda: not self.is_aborted(members, formation)
 
     def unblock(self, ranks: Ranks, is_wanted: Callable[[], bool]) -> None:
         """Unblock this rank from the collectives of an aborted formation; any thread.

@@ -246,7 +246,8 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--host-kv",
         type=float,
         metavar="GIB",
-        help="host memory for KV pages that all ranks share; CPU ranks only; default: 0",
+        help="host memory for KV pages that all ranks share; default: a tenth of the machine's "
+        "with GPUs, 0 without",
     )
 
 

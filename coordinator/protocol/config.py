@@ -90,10 +90,11 @@ class CellConfig(_Frozen):
     `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
     layers lends and borrows nothing, one that holds 0 has the most memory for KV on CUDA. A wide
     group uses as many KV pages of each rank as the smallest has."""
-    host_kv_gib: float = Field(default=0, ge=0)
+    host_kv_gib: float | None = Field(default=None, ge=0)
     """Host memory, in GiB, for KV pages that all ranks share: prompts that were computed before,
     tasks that were preempted, and those of lost ranks are read from it instead of computed again.
-    0 has none. CPU ranks only."""
+    0 has none. By default GPUs have a tenth of the machine's memory, as far as it is free, and CPU
+    ranks none."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
@@ -282,7 +283,6 @@ class Config(_Frozen):
         run_checks(
             self._check_leases,
             self._check_parts,
-            self._check_host_kv,
             self.mixed_groups,
             self.pipeline_groups,
             self._check_groups,
@@ -298,13 +298,6 @@ class Config(_Frozen):
             raise ValueError(
                 "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must stop "
                 "by itself before it is cut out."
-            )
-
-    def _check_host_kv(self) -> None:
-        if self.cell.host_kv_gib and self.cell.device != "cpu":
-            raise ValueError(
-                f"cell.host_kv_gib is {self.cell.host_kv_gib:g}, but only CPU ranks keep KV pages "
-                "in host memory: leave it out (--host-kv)."
             )
 
     def _check_groups(self) -> None:

@@ -49,6 +49,14 @@ class Source:
         copies.lost_blocks += blocks
         copies.lost_places += places
 
+    def goes_ahead(self, tokens: int) -> bool:
+        return False
+
+    def load_ahead(
+        self, copies: BlockCopies, name: str, blocks: list[int], places: list[int]
+    ) -> None:
+        raise NotImplementedError
+
     def gone(self, copies: BlockCopies) -> set[int]:
         pairs = zip(copies.lost_blocks, copies.lost_places, strict=True)
         return {block for block, place in pairs if place in self.void}

@@ -18,14 +18,19 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 320
+ASIDE = "tests.harness.faults.aside_worker"
+"""Copies beside steps, as on CUDA."""
 LAYOUTS = ("tp2", "dp2", "sp2", "dp2")
 
 
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+@pytest.fixture(scope="module", params=["worker", ASIDE])
+def cell(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BareCell]:
     with bare_cell(
         tmp_path_factory.mktemp("host"),
         ranks=2,
+        worker=request.param,
         engine_args=["--dtype", "float32", "--max-model-len", "1024"],
         limits={"host_kv_gib": 0.25},
     ) as running:

@@ -45,11 +45,15 @@ def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[
     return static_answers(cases, tmp_path_factory.mktemp("static"))
 
 
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+@pytest.fixture(scope="module", params=["worker", "tests.harness.faults.aside_worker"])
+def cell(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BareCell]:
+    """Copies are part of steps, or beside them as on CUDA."""
     with bare_cell(
         tmp_path_factory.mktemp("host-seeds"),
         ranks=2,
+        worker=request.param,
         engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         limits={"host_kv_gib": HOST_KV_GIB},
         # Two long pauses in a row would let a task that waits for pages seem to hang.

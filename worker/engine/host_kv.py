@@ -1,30 +1,56 @@
 """A rank's access to the cell's KV pages in host memory: it copies its heads of whole blocks.
 
 On CPU a rank copies within the step that loads or fills the blocks, so a block whose tokens a
-client has seen is in the host page even if the rank ends with its next instruction.
+client has seen is in the host page even if the rank ends with its next instruction. On CUDA it
+copies beside its steps (`HostLanes`).
 """
 
+import ctypes
 import mmap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+import structlog
+import torch
 
+from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout, layout_of
+from kvadaptor.host.page_copies import (
+    ArrayCopier,
+    DeviceCopier,
+    HostCopyError,
+    PageCopier,
+    PageCopies,
+    bind_device,
+    fill_memory,
+    register,
+)
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.views import KVBuffer
+from worker.engine.host_lanes import POLL_S, HostLanes
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.rank.step_times import StepTimes
 
-Bytes = npt.NDArray[np.uint8]
+log = structlog.get_logger()
 
 TRIAL_BLOCKS = 16
 """Blocks that the trial at start-up copies."""
+
+STEP_LOAD_US = 500
+"""A step waits for loads of at most this time; longer ones go ahead of it."""
+
+READY_WAIT_S = 2.0
+"""How long a rank waits for that before it serves: a new process registers 30 GB in this time."""
+
+REGISTERED_BYTES = 64 << 20
+"""Host memory that CUDA registers at once: 40 ms, or 4 ms where it was used before."""
 
 
 class TimedMode(Protocol):
@@ -39,80 +65,150 @@ class TimedMode(Protocol):
         """The step times of the start-up."""
 
 
+def _nothing() -> None:
+    """Copy nothing."""
+
+
+Calls = tuple[Callable[[], None], Callable[[], None]]
+"""What a member calls before its step computes, and afterwards."""
+
+
 @dataclass(slots=True)
 class HostTier:
     """The host pages as one rank sees them, and what it counts of them since it started."""
 
     directory: HostDirectory
     geometry: PageGeometry
-    pages: Bytes
-    """(pages, layers, bytes of a page in one layer)."""
-    kv: Bytes
-    """The rank's own KV memory, (layers, bytes of one layer)."""
+    loads: PageCopier
+    stores: PageCopier
+    lanes: HostLanes | None = None
+    """What copies beside the steps; without it they copy themselves."""
+    validity: Callable[[Sequence[Rank]], Callable[[], bool]] = lambda _: lambda: True
+    """Gives a query for whether what these ranks compute now was not computed in vain."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
     hit_tokens: int = 0
     full: int = 0
     load_us_per_token: float = 0.0
+    register_rest: Callable[[], None] | None = None
+    """Registers all memory that is not yet; None where none has to be."""
+    registered_bytes: int = 0
+    """Host memory that the device reaches directly; 0 on CPU."""
 
     @property
     def layout(self) -> HostLayout:
         """The sizes of the shared memory."""
         return self.directory.layout
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether copies run beside the steps."""
+        return self.lanes is not None
+
     def copies(
-        self, step: BlockCopies, width: int, member: int, table: SlotTable | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        self,
+        step: BlockCopies,
+        ranks: Sequence[Rank],
+        member: int,
+        table: SlotTable | None,
+    ) -> Calls:
         """Return two calls for a member of a group: before the step computes, and afterwards.
 
         The slots are those of now.
         """
+        width = len(ranks)
         slots = self.geometry.slots_per_page(width)
         share = member * slots // width
         is_writer = member * slots % width == 0  # Of ranks with the same head, the first writes.
-        loads, stores = step.load_blocks, step.store_blocks
-        if table is not None:
-            loads, stores = table.slots(loads), table.slots(stores)
 
+        def of(blocks: list[int], pages: list[int]) -> PageCopies:
+            numbers = blocks if table is None or not blocks else table.slots(blocks)
+            return PageCopies(slots, share, numbers, pages)
+
+        loads = of(step.load_blocks, step.load_pages)
+        kept = (step.store_blocks, step.store_pages) if is_writer else ([], [])
+        stores = of(*kept)
+
+        def complete() -> None:
+            self.stored_bytes += self._bytes_of(stores)
+            for page, tag in zip(step.store_pages, step.store_tags, strict=True):
+                self.directory.complete(page, share, tag)
+
+        lanes = self.lanes
+        if lanes is None:
+            return self._within(loads, stores, complete)
+
+        ahead = of(step.ahead_blocks, step.ahead_pages)
+
+        def begin() -> None:
+            is_valid = self.validity(ranks)
+            if stores.pages:
+                lanes.store(stores, lambda: complete() if is_valid() else None)
+            if step.frees_stores:
+                lanes.order_stores()
+            if loads.pages:
+                lanes.load(loads)
+            first = 0
+            for number, count in step.ahead:
+                lanes.load_ahead(number, ahead.part(first, first + count))
+                first += count
+            lanes.follow(step.awaits)
+            self.loaded_bytes += self._bytes_of(loads) + self._bytes_of(ahead)
+
+        return begin, _nothing if member == 0 else lanes.wait_stores
+
+    def _within(self, loads: PageCopies, stores: PageCopies, complete: Callable[[], None]) -> Calls:
         def load() -> None:
-            if loads:
-                self._load(slots, share, loads, step.load_pages)
+            if loads.pages:
+                self.loads.launch(loads)
+                self.loaded_bytes += self._bytes_of(loads)
 
         def store() -> None:
-            if stores and is_writer:
-                self._store(slots, share, stores, step.store_pages)
-                for page, tag in zip(step.store_pages, step.store_tags, strict=True):
-                    self.directory.complete(page, share, tag)
+            if stores.pages:
+                self.stores.launch(stores)
+                complete()
 
         return load, store
 
-    def _load(self, slots: int, share: int, numbers: Sequence[int], pages: Sequence[int]) -> None:
-        own, host = self._views(slots)
-        own[:, list(numbers)] = host[list(pages), :, share].transpose(1, 0, 2)
-        self.loaded_bytes += len(pages) * self.geometry.page_bytes // slots
+    def _bytes_of(self, copies: PageCopies) -> int:
+        return len(copies.pages) * self.geometry.page_bytes // copies.slots
 
-    def _store(self, slots: int, share: int, numbers: Sequence[int], pages: Sequence[int]) -> None:
-        own, host = self._views(slots)
-        host[list(pages), :, share] = own[:, list(numbers)].transpose(1, 0, 2)
-        self.stored_bytes += len(pages) * self.geometry.page_bytes // slots
+    def begin(self) -> None:
+        """Let groups use the pages once this rank can; call it when its graphs are captured.
 
-    def _views(self, slots: int) -> tuple[Bytes, Bytes]:
-        """Return (layers, slots of all pages, bytes) of the rank's KV, and the pages by share."""
-        layers, slot_bytes = self.kv.shape[0], self.geometry.layer_page_bytes // slots
-        own = self.kv.reshape(layers, -1, slot_bytes)
-        return own, self.pages.reshape(-1, layers, slots, slot_bytes)
+        Other threads may not use the driver meanwhile. Waits for `READY_WAIT_S` at most.
+        """
+        if self.register_rest is None:
+            self.directory.set_ready(is_ready=True)
+        else:
+            rest = threading.Thread(target=self.register_rest, name="host-memory", daemon=True)
+            rest.start()
+            rest.join(READY_WAIT_S)
 
-    def try_loads(self) -> None:
-        """Measure how long a load takes, into the rank's pages while they hold nothing."""
-        count = min(TRIAL_BLOCKS, self.layout.pages_per_rank, self._own_pages())
-        pages = list(self.layout.pages_of(self.directory.rank))[:count]
-        self._load(1, 0, range(count), pages)
+    def step_is_over(self) -> None:
+        """Wait until clients may see the tokens of a finished step; see `HostLanes`."""
+        if self.lanes is not None:
+            self.lanes.wait_stores()
+
+    def stop(self) -> None:
+        """Leave the group: its copies end, and nothing that it was to load is read."""
+        if self.lanes is not None:
+            self.lanes.stop()
+
+    def try_loads(self, pages: range) -> None:
+        """Measure how long a load of these pages takes, into the first of the rank's own."""
+        count = len(pages)
+        trial = PageCopies(1, 0, range(count), pages)
+        self._load_now(trial)
         started_ns = time.perf_counter_ns()
-        self._load(1, 0, range(count), pages)
+        self._load_now(trial)
         took_us = (time.perf_counter_ns() - started_ns) / 1e3
         self.load_us_per_token = took_us / (count * self.geometry.tokens_per_slot)
-        self.kv[:, : count * self.geometry.layer_page_bytes] = 0
-        self.loaded_bytes = 0
+
+    def _load_now(self, copies: PageCopies) -> None:
+        copying = self.loads.launch(copies)
+        while not copying.is_over():
+            time.sleep(POLL_S)
 
     def is_sooner(self, mode: TimedMode, tokens: int) -> bool:
         """Return whether a group loads this many tokens of one task sooner than it computes them.
@@ -120,35 +216,99 @@ class HostTier:
         Each member loads its share of the heads.
         """
         load_us = self.load_us_per_token * tokens / mode.width
-        curves = mode.times.curves.values()
-        return all(load_us < curve.us(tokens) for curve in curves)
+        return bool(all(load_us < curve.us(tokens) for curve in mode.times.curves.values()))
+
+    def goes_ahead(self, mode: TimedMode, tokens: int) -> bool:
+        """Return whether a group loads this many tokens beside its steps, not within one."""
+        load_us = self.load_us_per_token * tokens / mode.width
+        return bool(self.is_aside and load_us > STEP_LOAD_US)
 
     def totals(self) -> tuple[tuple[str, int], ...]:
         """Return the gauges and totals of this rank's part."""
         return (
             ("host_pages", self.layout.pages_per_rank),
             ("host_pages_used", self.directory.used_pages),
+            ("host_registered_bytes", self.registered_bytes),
             ("host_stored_bytes", self.stored_bytes),
             ("host_loaded_bytes", self.loaded_bytes),
             ("host_hits", self.hit_tokens),
             ("host_full_blocks", self.full),
+            ("host_late_blocks", self.lanes.late_blocks if self.lanes is not None else 0),
         )
 
-    def _own_pages(self) -> int:
-        return int(self.kv.shape[1]) // self.geometry.layer_page_bytes
+
+def copies_aside(device: torch.device) -> bool:
+    """Return whether copies run beside the steps: where other hardware than theirs does them."""
+    return bool(device.type == "cuda")
 
 
-def open_tier(memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer) -> HostTier:
-    """Open the host pages that all ranks of a cell share; raises `HostMemoryError`."""
-    layout = layout_of(len(memory), ranks, kv.geometry.page_bytes)
+def open_tier(
+    memory: mmap.mmap,
+    ranks: int,
+    rank: int,
+    kv: KVBuffer,
+) -> HostTier:
+    """Open the host pages that all ranks of a cell share; raises `HostMemoryError`.
+
+    The rank's KV memory holds nothing yet. `HostTier.begin` lets groups use the pages.
+    """
+    geometry, device = kv.geometry, kv.raw.device
+    layout = layout_of(len(memory), ranks, geometry.page_bytes)
     directory = HostDirectory(memoryview(memory), layout, rank, time.monotonic())
-    layers, page_bytes = kv.geometry.num_layers, kv.geometry.layer_page_bytes
-    count = layout.pages * layout.page_bytes
-    pages = np.frombuffer(memory, np.uint8, count, layout.data_at)
+    loads, stores = (_copier(memory, layout, kv, loads=is_load) for is_load in (True, False))
+    tier = HostTier(directory, geometry, loads, stores)
+    trial = layout.pages_of(rank)[: min(TRIAL_BLOCKS, kv.num_pages)]
+    if device.type == "cuda":
+        _register(tier, memory, trial)
+    tier.try_loads(trial)
+    layers = kv.raw.view(geometry.num_layers, -1)
+    layers[:, : len(trial) * geometry.layer_page_bytes] = 0
+    if copies_aside(device):
+        tier.lanes = HostLanes(loads, stores, geometry.page_bytes)
+    if device.type == "cuda":
+        tier.register_rest = partial(_register_rest, tier, memory, trial, device)
+        # Without the driver, which the start needs, and in which this takes as long.
+        fill = partial(fill_memory, memory, layout.data_at, layout.pages * layout.page_bytes)
+        threading.Thread(target=fill, name="host-memory", daemon=True).start()
+    return tier
+
+
+def _copier(memory: mmap.mmap, layout: HostLayout, kv: KVBuffer, *, loads: bool) -> PageCopier:
+    geometry = kv.geometry
+    if kv.raw.device.type == "cuda":
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, layout.data_at))
+        return DeviceCopier(address, kv.raw, geometry, loads=loads)
+    pages = np.frombuffer(memory, np.uint8, layout.pages * layout.page_bytes, layout.data_at)
     own = kv.raw.view(-1).numpy().view(np.uint8)
-    return HostTier(
-        directory,
-        kv.geometry,
+    layers, page_bytes = geometry.num_layers, geometry.layer_page_bytes
+    return ArrayCopier(
         pages.reshape(layout.pages, layers, page_bytes),
         own.reshape(layers, -1),
+        geometry,
+        loads=loads,
     )
+
+
+def _register(tier: HostTier, memory: mmap.mmap, pages: range) -> None:
+    """Register the memory of these pages."""
+    size = tier.layout.page_bytes
+    register(memory, tier.layout.data_at + pages.start * size, len(pages) * size)
+    tier.registered_bytes += len(pages) * size
+
+
+def _register_rest(tier: HostTier, memory: mmap.mmap, known: range, device: torch.device) -> None:
+    """Register the memory of all other pages, in pieces, and then let groups use them."""
+    layout, started = tier.layout, time.monotonic()
+    at_once = max(1, REGISTERED_BYTES // layout.page_bytes)
+    parts = (range(known.start), range(known.stop, layout.pages))
+    bind_device(device)
+    try:
+        for part in parts:
+            for first in range(0, len(part), at_once):
+                _register(tier, memory, part[first : first + at_once])
+    except HostCopyError as error:
+        log.warning("host_kv_off", rank=tier.directory.rank, reason=str(error))
+        return
+    tier.directory.set_ready(is_ready=True)
+    seconds = round(time.monotonic() - started, 1)
+    log.info("host_kv_ready", rank=tier.directory.rank, pages=layout.pages, seconds=seconds)

@@ -221,6 +221,14 @@ class LostBlocks:
         step.lost_tags += map(self._kv.tag_of, places)
         self._kv.hit_tokens += len(blocks) * self._scheduler.block_size
 
+    def goes_ahead(self, tokens: int) -> bool:
+        """Return False: a step copies what it loads."""
+        return False
+
+    def load_ahead(self, step: LostCopies, name: str, blocks: list[int], places: list[int]) -> None:
+        """Never called, as nothing goes ahead."""
+        raise NotImplementedError
+
     def gone(self, step: LostCopies) -> set[int]:
         """Return the blocks of a finished step whose places have changed meanwhile."""
         there = map(self._kv.is_there, step.lost_places, step.lost_tags)

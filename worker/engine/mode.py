@@ -133,7 +133,7 @@ class PreparedMode:
         if isinstance(copies, BlockCopies):
             member = self.communicator.rank_in_group
             if self.host is not None:
-                load, store = self.host.copies(copies, self.width, member, self.table)
+                load, store = self.host.copies(copies, self.ranks, member, self.table)
             if copies.lost_blocks:
                 assert self.lost is not None
                 load_lost = self.lost.loader(copies, self.width, member, self.table)
@@ -164,6 +164,8 @@ class PreparedMode:
         if self.loans is not None:
             self.loans.check(plan.mode)
         outputs: Sequence[TaskOutput] = self.scheduler.finish_step(plan, result)
+        if self.host is not None:
+            self.host.step_is_over()
         return outputs
 
     def forget_steps(self) -> None:

@@ -6,7 +6,7 @@ exchange handles, in a collective.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,42 @@ from vllm.distributed.parallel_state import get_world_group
 
 from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
+from kvadaptor.geometry import Split
 from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
+from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
-from kvadaptor.transfer.rounds import Mover
+from kvadaptor.transfer.rounds import Finish, Mover, Round
 from kvadaptor.views import KVBuffer
 
 log = structlog.get_logger()
+
+
+class AfterStores:
+    """A mover whose copies wait for those from the rank's pages to host memory."""
+
+    def __init__(self, mover: Mover, order_stores: Callable[[], None]) -> None:
+        self._mover, self._order_stores = mover, order_stores
+
+    @property
+    def is_one_sided(self) -> bool:
+        """See `Mover`."""
+        return self._mover.is_one_sided
+
+    def warm(self, units: int) -> None:
+        """See `Mover`."""
+        self._mover.warm(units)
+
+    def move(self, copies: Round, finest: Split) -> MoveStats:
+        """See `Mover`."""
+        return self.start(copies, finest)()
+
+    def start(
+        self, copies: Round, finest: Split, launched: Callable[[], None] = lambda: None
+    ) -> Finish:
+        """See `Mover`."""
+        self._order_stores()
+        return self._mover.start(copies, finest, launched)
+
 
 Peers = tuple[dict[Rank, RankMailbox], Mover]
 

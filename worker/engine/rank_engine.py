@@ -28,6 +28,7 @@ from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
+from worker.engine.block_sources import connect_sources
 from worker.engine.calibrate import measure_steps, settle_parts
 from worker.engine.codec import RequestCodec
 from worker.engine.config import ModeKey, mode_config
@@ -41,13 +42,10 @@ from worker.engine.device import (
     used_bytes,
 )
 from worker.engine.host_kv import HostTier, open_tier
-from worker.engine.lost_kv import LostBlocks, LostKV, open_directories, open_lost_kv
+from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
-from worker.engine.peers import open_peers, shared_peers, take_kv
+from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
-from worker.engine.scheduling.block_copies import BlockSource
-from worker.engine.scheduling.connector import BlockConnector
-from worker.engine.scheduling.host_blocks import HostBlocks
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
 from worker.engine.trees import TreeBuilder
@@ -139,6 +137,8 @@ class RankEngine:
         self.probed: Probes = {}
         """The probe results of the start-up."""
         self._warm(progress)
+        if self.host is not None:
+            self.host.begin()
         notes.note("graphs and warm steps")
         if spec.parts > 1 and not builder.borrows:
             # A rank with a part of the weights computes nothing alone, so it waits for its peers.
@@ -294,26 +294,12 @@ class RankEngine:
             mode.lost = self.lost
             mode.directory = self.lost.directory_of(communicator.ranks)
         if scheduler is not None and key.stages == 1:
-            self._connect(scheduler, mode, slots)
+            connect_sources(scheduler, mode)
         return mode
-
-    def _connect(self, scheduler: ModeScheduler, mode: PreparedMode, slots: int) -> None:
-        """Let a scheduler's tasks load and store blocks, and enter those that they fill."""
-        sources: list[BlockSource] = []
-        pages = None
-        if self.lost is not None and mode.directory is not None:
-            scheduler.use_directory(mode.directory)
-            sources.append(LostBlocks(scheduler, self.lost))
-        if self.host is not None:
-            is_sooner = partial(self.host.is_sooner, mode)
-            pages = HostBlocks(scheduler, self.host.directory, slots, self.host, is_sooner)
-            sources.append(pages)
-        if sources:
-            scheduler.use_connector(BlockConnector(scheduler, sources, pages))
 
     def _open_host_pages(self, *, hashes: bool) -> HostTier | None:
         spec = self.spec
-        if spec.host_memory is None:
+        if spec.host_memory is None or not (hashes or spec.needs_host_kv):
             return None
         if not hashes:
             raise ViewError(
@@ -321,8 +307,10 @@ class RankEngine:
                 "out --no-enable-prefix-caching, or --host-kv."
             )
         mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
-        tier = open_tier(mapped, spec.world, spec.rank, self.kv)
-        tier.try_loads()
+        tier = open_tier(mapped, spec.host_ranks, spec.rank, self.kv)
+        tier.validity = self.communicators.validity
+        if tier.lanes is not None:
+            self.mover = AfterStores(self.mover, tier.lanes.order_stores)
         return tier
 
     def _open_sources(self, *, hashes: bool) -> tuple[HostTier | None, LostKV | None]:
@@ -339,6 +327,14 @@ class RankEngine:
         if self.lost is not None:
             self.lost.distrust()
             log.warning("kv_distrusted", rank=self.spec.rank, advice="its tasks are computed again")
+
+    def stop_copies(self) -> None:
+        """End the copies of host pages that go beside steps: the rank leaves its group."""
+        if self.host is not None:
+            self.host.stop()
+            for mode in self.modes.values():
+                if mode.scheduler is not None and mode.scheduler.blocks is not None:
+                    mode.scheduler.blocks.stop()
 
     def know(self, present: Mapping[Rank, int]) -> None:
         """Take note of the processes of the cell: the incarnation of each rank."""

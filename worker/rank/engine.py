@@ -414,6 +414,9 @@ class Engine(Protocol):
     def holds_steps(self) -> bool:
         """Whether groups are left for a migration with a deferred step, not a detached one."""
 
+    def stop_copies(self) -> None:
+        """End the copies beside steps that the group began: the rank leaves it."""
+
     def know(self, present: Mapping[Rank, int]) -> None:
         """Take note of the processes of the cell: the incarnation of each rank."""
 

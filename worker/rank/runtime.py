@@ -95,6 +95,7 @@ class GroupRuntime:
         """
         binding = leave.binding
         self.steps.on_leave(joined)
+        self.engine.stop_copies()
         self.unbind()
         if leave.is_leader:
             self.park(binding.group, leave.carry, group_lost=leave.group_lost)

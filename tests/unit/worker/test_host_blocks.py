@@ -13,7 +13,7 @@ from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.connector import OFFER_S, BlockConnector
-from worker.engine.scheduling.host_blocks import HostBlocks
+from worker.engine.scheduling.host_blocks import HostBlocks, StoreRules
 
 SIZE = 4
 PAGES = 8
@@ -54,6 +54,7 @@ class Scheduler:
 
     requests: dict[str, Any] = field(default_factory=dict)
     block_size: int = SIZE
+    max_num_scheduled_tokens: int = 64
 
     def _blocks_of(self, request_id: str) -> list[int]:
         return [100 + number for number in range(20)]
@@ -62,12 +63,17 @@ class Scheduler:
 class Group:
     """One leader's hooks over a directory of its own."""
 
-    def __init__(self, *, shares: int = 1, is_sooner: Any = lambda _: True) -> None:
+    def __init__(
+        self, *, shares: int = 1, is_sooner: Any = lambda _: True, is_aside: bool = False
+    ) -> None:
         layout = HostLayout(2, PAGES, 64)
         memory = memoryview(bytearray(layout.data_at))
         self.own, self.other = (HostDirectory(memory, layout, rank, 0.0) for rank in range(2))
         self.scheduler, self.counts = Scheduler(), Counts()
-        pages = HostBlocks(self.scheduler, self.own, shares, self.counts, is_sooner)
+        for each in (self.own, self.other):
+            each.set_ready(is_ready=True)
+        rules = StoreRules((0, 1)[:shares], shares, is_aside, is_sooner, lambda _: False)
+        pages = HostBlocks(self.scheduler, self.own, self.counts, rules)
         self.hooks = BlockConnector(self.scheduler, (pages,), pages)
 
     def task(self, tokens: int, name: str = "task", computed: int = 0) -> Any:

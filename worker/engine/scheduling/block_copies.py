@@ -1,6 +1,6 @@
 """vLLM adapter: what a step copies into and out of its tasks' blocks, and from where to where."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,11 +22,25 @@ class BlockCopies(KVConnectorMetadata):
     store_blocks: list[int] = field(default_factory=list)
     store_pages: list[int] = field(default_factory=list)
     store_tags: list[int] = field(default_factory=list)
+    frees_stores: bool = False
+    """Whether the step writes to a block that may not be stored yet, so that it waits for that."""
+    ahead: list[tuple[int, int]] = field(default_factory=list)
+    """The number of each load that begins with this step, ahead of its task, and its blocks."""
+    ahead_blocks: list[int] = field(default_factory=list)
+    ahead_pages: list[int] = field(default_factory=list)
+    """The blocks and host pages of these loads, in their order."""
+    awaits: list[int] = field(default_factory=list)
+    """The numbers of the loads that are over before the step computes."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step copies nothing."""
+        return not (self.loads or self.store_blocks or self.ahead or self.frees_stores)
 
     @property
     def loads(self) -> bool:
-        """Whether the step loads anything."""
-        return bool(self.load_blocks or self.lost_blocks)
+        """Whether the step reads what is loaded for it."""
+        return bool(self.load_blocks or self.lost_blocks or self.awaits)
 
 
 class LedTaskView(Protocol):
@@ -34,6 +48,7 @@ class LedTaskView(Protocol):
 
     requests: dict[str, Request]
     block_size: int
+    max_num_scheduled_tokens: int
 
     def _blocks_of(self, request_id: str) -> list[int]: ...
 
@@ -56,6 +71,14 @@ class BlockSource(Protocol):
     def load(self, step: BlockCopies, name: str, blocks: list[int], places: list[int]) -> None:
         """Let a step load these places into a task's blocks."""
 
+    def goes_ahead(self, tokens: int) -> bool:
+        """Return whether this many tokens are loaded beside steps, before the task runs."""
+
+    def load_ahead(
+        self, step: BlockCopies, name: str, blocks: list[int], places: list[int]
+    ) -> None:
+        """Let a step begin to load these places into blocks that will be a task's."""
+
     def gone(self, step: BlockCopies) -> set[int]:
         """Return the blocks of a finished step that may have read something else."""
 
@@ -63,11 +86,23 @@ class BlockSource(Protocol):
 class BlockStores(Protocol):
     """Where full blocks are stored."""
 
-    def plan(self, step: BlockCopies, tokens: dict[str, int], now_s: float) -> None:
-        """Let a step, which computes these tokens of its tasks, store what they fill."""
+    def plan(
+        self,
+        step: BlockCopies,
+        tokens: dict[str, int],
+        now_s: float,
+        written: Callable[[], Iterable[int]],
+    ) -> None:
+        """Let a step, which computes these tokens of its tasks, store what they fill.
 
-    def ended(self, name: str) -> None:
-        """Forget a task."""
+        `written` returns the blocks that the step gives to tasks or loads.
+        """
+
+    def ended(self, request: Request) -> None:
+        """Forget a task; it still has its blocks."""
+
+    def forget_steps(self) -> None:
+        """Forget what was not stored yet: the group is left."""
 
 
 Taken = list[tuple[BlockSource, int]]

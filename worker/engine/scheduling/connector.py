@@ -11,14 +11,16 @@ index in the scheduler's process: neither another width nor another process coul
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from worker.engine.scheduling.ahead_loads import AheadLoads
 from worker.engine.scheduling.block_copies import (
     BlockCopies,
     BlockSource,
@@ -52,8 +54,12 @@ class BlockConnector:
         scheduler: LedTaskView,
         sources: Sequence[BlockSource],
         stores: BlockStores | None = None,
+        ahead: AheadLoads | None = None,
     ) -> None:
-        """Of several sources that have a block, the first is read."""
+        """Of several sources that have a block, the first is read.
+
+        With `ahead`, tasks wait for long loads while the others run.
+        """
         self._scheduler = scheduler
         self._sources = sources
         self._stores = stores
@@ -61,16 +67,24 @@ class BlockConnector:
         self._step = BlockCopies()
         self._taken: Taken = []
         """What the step that is planned next loads."""
-        self._loading: list[tuple[BlockCopies, Taken]] = []
-        """What the planned steps load that are not over."""
+        self._loading: list[tuple[BlockCopies, Taken, list[int]]] = []
+        """What the planned steps load that are not over, and into which blocks."""
+        self._ahead = ahead
 
     # ------------------------------------------------------------------ hooks: loads
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Return how many tokens beyond the local hit can be loaded, before the next step."""
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the local hit the next step can load.
+
+        None lets the request wait for a load ahead.
+        """
         size = self._scheduler.block_size
+        ahead, name = self._ahead, request.request_id
+        if ahead is not None and ahead.knows(name):
+            # Once they are there, vLLM has found these blocks itself.
+            return (None if ahead.is_loading(name) else 0), False
         first = num_computed_tokens // size
         # The last token is always computed: its logits give the next one.
         last = (request.num_tokens - 1) // size
@@ -81,10 +95,21 @@ class BlockConnector:
         if request.skip_reading_prefix_cache:
             return 0, False
         places = self._sooner(self._find(request.block_hashes[first:last]))
+        if places and self._begin_ahead(request, first, places):
+            return None, False
         if places:
             ends_s = time.monotonic() + OFFER_S
             self._offers[request.request_id] = _Offer(first, last, places, ends_s)
         return len(places) * size, False
+
+    def _begin_ahead(self, request: Request, first: int, places: Taken) -> bool:
+        """Begin to load beside steps, if the source does that and blocks are free."""
+        source, ahead = places[0][0], self._ahead
+        tokens = len(places) * self._scheduler.block_size
+        if ahead is None or any(each is not source for each, _ in places):
+            return False
+        budget = self._scheduler.max_num_scheduled_tokens
+        return source.goes_ahead(tokens) and ahead.begin(request, first, places, self._step, budget)
 
     def _find(self, keys: Sequence[bytes]) -> Taken:
         """Take the places of these blocks, up to the first that no source has."""
@@ -113,6 +138,8 @@ class BlockConnector:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Load into the blocks that the request got."""
+        if self._ahead is not None:
+            self._ahead.release(request.request_id)
         offer = self._offers.pop(request.request_id, None)
         if offer is None:
             return
@@ -137,20 +164,27 @@ class BlockConnector:
         now_s = time.monotonic()
         for name in [name for name, offer in self._offers.items() if now_s > offer.ends_s]:
             self._withdraw(name)
+        into = [*step.load_blocks, *step.lost_blocks]
+        if self._ahead is not None:
+            places, blocks = self._ahead.await_arrived(step)
+            taken, into = [*taken, *places], [*into, *blocks]
         if self._stores is not None and not step.lost_blocks:
             # What lost groups give counts only after the step; the next one stores it.
-            self._stores.plan(step, scheduler_output.num_scheduled_tokens, now_s)
+            written = partial(_written, scheduler_output, step)
+            self._stores.plan(step, scheduler_output.num_scheduled_tokens, now_s, written)
         if step.loads:
-            self._loading.append((step, taken))
-        return step if step.loads or step.store_blocks else None
+            self._loading.append((step, taken, into))
+        return None if step.is_empty else step
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a task; what it has stored stays until others need the room."""
         self._withdraw(request.request_id)
+        if self._ahead is not None:
+            self._ahead.release(request.request_id)
         if self._stores is not None:
-            self._stores.ended(request.request_id)
+            self._stores.ended(request)
         return False, None
 
     def step_is_over(self, step: BlockCopies) -> set[int]:
@@ -165,15 +199,32 @@ class BlockConnector:
     @property
     def loading(self) -> set[int]:
         """The blocks that planned steps load which are not over."""
-        return {
-            block for step, _ in self._loading for block in (*step.load_blocks, *step.lost_blocks)
-        }
+        return {block for _, _, blocks in self._loading for block in blocks}
+
+    def look(self) -> None:
+        """Let vLLM find what has been loaded ahead; call it before a step is planned."""
+        if self._ahead is not None:
+            self._ahead.look(time.monotonic())
+
+    def idle(self) -> None:
+        """Wait a moment if nothing runs beside loads ahead: the step that was planned is empty."""
+        if self._ahead is not None:
+            self._ahead.idle()
 
     def forget_steps(self) -> None:
         """Let go what all planned steps load: none will be finished."""
-        for _, taken in self._loading:
+        for _, taken, _ in self._loading:
             _let_go(taken)
         self._loading.clear()
+
+    def stop(self) -> None:
+        """Give up loads ahead and stores to come: the group is left, its copies were stopped."""
+        if self._ahead is not None:
+            for places in self._ahead.end():
+                _let_go(places)
+        self._step = BlockCopies()
+        if self._stores is not None:
+            self._stores.forget_steps()
 
     def _withdraw(self, name: str) -> None:
         offer = self._offers.pop(name, None)
@@ -226,3 +277,15 @@ class BlockConnector:
 def _let_go(places: Taken) -> None:
     for source, place in places:
         source.let_go((place,))
+
+
+def _written(output: SchedulerOutput, step: BlockCopies) -> Iterator[int]:
+    """Yield the blocks that a step gives to tasks, and those that it loads."""
+    for new in output.scheduled_new_reqs:
+        for blocks in new.block_ids:
+            yield from blocks
+    for more in output.scheduled_cached_reqs.new_block_ids:
+        for blocks in more or ():
+            yield from blocks
+    yield from step.load_blocks
+    yield from step.ahead_blocks

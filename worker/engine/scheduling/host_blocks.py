@@ -1,10 +1,24 @@
 """A scheduler's blocks in host pages: which its tasks load, and which it stores."""
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from vllm.v1.request import Request, RequestStatus
 
 from kvadaptor.host.directory import HostDirectory
 from worker.engine.scheduling.block_copies import BlockCopies, LedTaskView
+
+LOOKS_PER_STEP = 128
+"""Blocks that a scheduler whose stores run beside steps looks up in one step, besides as many as
+the step computes: 1 ms."""
+
+ORDERS_MAX = 256
+"""Steps with stores that are not over, before one waits for them: some were left out."""
+
+_ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""Ends of tasks whose last blocks are whole."""
 
 
 class HostCounts(Protocol):
@@ -16,6 +30,31 @@ class HostCounts(Protocol):
     """Blocks that found no page, as all were in use."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreRules:
+    """How a group stores and loads."""
+
+    ranks: Sequence[int]
+    """The members, who all must be ready."""
+    shares: int
+    """How many of them write a page."""
+    is_aside: bool
+    """Whether they store beside steps: what was full before a step, once that one begins."""
+    is_sooner: Callable[[int], bool]
+    """Whether loading this many tokens beats computing them."""
+    goes_ahead: Callable[[int], bool]
+    """Whether they load this many tokens beside steps."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """The stores of one step: the last page and its tag, and the blocks."""
+
+    page: int
+    tag: int
+    blocks: set[int]
+
+
 class HostBlocks:
     """One scheduler's access to the directory of host pages."""
 
@@ -23,23 +62,26 @@ class HostBlocks:
         self,
         scheduler: LedTaskView,
         directory: HostDirectory,
-        shares: int,
         counts: HostCounts,
-        is_sooner: Callable[[int], bool],
+        rules: StoreRules,
     ) -> None:
-        """`shares` members write a page; `is_sooner` tells if loading beats computing.
-
-        It is asked with a number of tokens.
-        """
         self._scheduler = scheduler
         self._directory = directory
-        self._shares = shares
         self._counts = counts
-        self.is_sooner = is_sooner
+        self._rules = rules
+        self.is_sooner, self.goes_ahead = rules.is_sooner, rules.goes_ahead
         self._stored: dict[str, int] = {}
         """How many blocks of each task were looked at for storing."""
         self._used: dict[str, list[int]] = {}
         """The pages that each task has filled or loaded."""
+        self._last: list[tuple[bytes, int]] = []
+        """Hashes and blocks of ended tasks that were full with their last step."""
+        self._orders: deque[_Order] = deque()
+        """Stores beside steps that some member may not have copied yet, oldest first."""
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._directory.are_ready(self._rules.ranks)
 
     # ------------------------------------------------------------------ a source of blocks
 
@@ -49,7 +91,7 @@ class HostBlocks:
 
     def take(self, key: bytes) -> int | None:
         """Return a page of this block, pinned; None if there is none."""
-        page = self._directory.find(key)
+        page = self._directory.find(key) if self._is_ready else None
         return page if page is not None and self._directory.pin(page, key) else None
 
     def let_go(self, places: Iterable[int]) -> None:
@@ -63,45 +105,118 @@ class HostBlocks:
         self._counts.hit_tokens += len(blocks) * self._scheduler.block_size
         self._use(name, places)
 
+    def load_ahead(
+        self, step: BlockCopies, name: str, blocks: list[int], places: list[int]
+    ) -> None:
+        """Let a step begin to load these pages into blocks that will be a task's."""
+        step.ahead_blocks += blocks
+        step.ahead_pages += places
+        self._counts.hit_tokens += len(blocks) * self._scheduler.block_size
+        self._use(name, places)
+
     def gone(self, step: BlockCopies) -> set[int]:
         """Return none: pages stay as they are while they are pinned."""
         return set()
 
     # ------------------------------------------------------------------ stores
 
-    def plan(self, step: BlockCopies, tokens: dict[str, int], now_s: float) -> None:
-        """Let a step, which computes these tokens of its tasks, store what they fill."""
-        self._directory.settle()
-        for name, count in tokens.items():
-            self._plan_task(step, name, count, now_s)
+    def plan(
+        self,
+        step: BlockCopies,
+        tokens: dict[str, int],
+        now_s: float,
+        written: Callable[[], Iterable[int]],
+    ) -> None:
+        """Let a step, which computes these tokens of its tasks, store what they fill.
 
-    def _plan_task(self, step: BlockCopies, name: str, tokens: int, now_s: float) -> None:
-        """Add the blocks that are full after the step and in no host page yet."""
-        request, size = self._scheduler.requests[name], self._scheduler.block_size
-        first = self._stored.get(name, 0)
-        full = min((request.num_computed_tokens + tokens) // size, len(request.block_hashes))
-        if full <= first:
+        `written` returns the blocks that the step gives to tasks or loads. Where stores run beside
+        steps, this one stores what the steps before it have filled.
+        """
+        self._directory.settle()
+        is_aside = self._rules.is_aside
+        if not self._is_ready:
+            self._last.clear()
             return
+        looks = LOOKS_PER_STEP + sum(tokens.values()) // self._scheduler.block_size
+        last, self._last = self._last, []
+        for key, block in last[:looks]:
+            self._store(step, key, block, now_s)
+        for name, count in tokens.items():
+            looks -= self._plan_task(step, name, 0 if is_aside else count, now_s, looks)
+        if is_aside:
+            self._guard(step, written)
+
+    def _plan_task(
+        self, step: BlockCopies, name: str, tokens: int, now_s: float, looks: int
+    ) -> int:
+        """Store the blocks that are full after so many tokens more; return how many it looked at.
+
+        Looks at `looks` of them at most where stores run beside steps.
+        """
+        request = self._scheduler.requests[name]
+        first, full = self._stored.get(name, 0), self._full(request, tokens)
+        if self._rules.is_aside:
+            full = min(full, first + looks)
+        if full <= first:
+            return 0
         self._stored[name] = full
         blocks = self._scheduler._blocks_of(name)
-        directory = self._directory
         for number in range(first, full):
-            key = request.block_hashes[number]
-            if directory.find(key) is not None or directory.is_pending(key):
-                continue
-            page = directory.allocate(key, self._shares, now_s)
-            if page is None:
-                self._counts.full += full - number
-                return
-            step.store_blocks.append(blocks[number])
-            step.store_pages.append(page)
-            step.store_tags.append(directory.tag(page))
-            self._use(name, [page])
+            page = self._store(step, request.block_hashes[number], blocks[number], now_s)
+            if page is not None:
+                self._use(name, [page])
+        return full - first
 
-    def ended(self, name: str) -> None:
+    def _full(self, request: Request, tokens: int) -> int:
+        """Return how many blocks of a task are full after so many tokens more, and have a hash."""
+        computed = request.num_computed_tokens + tokens
+        return min(int(computed // self._scheduler.block_size), len(request.block_hashes))
+
+    def _store(self, step: BlockCopies, key: bytes, block: int, now_s: float) -> int | None:
+        """Let a step store a block; return its page, None if it has one or there is none."""
+        directory = self._directory
+        if directory.find(key) is not None or directory.is_pending(key):
+            return None
+        page = directory.allocate(key, self._rules.shares, now_s)
+        if page is None:
+            self._counts.full += 1
+            return None
+        step.store_blocks.append(block)
+        step.store_pages.append(page)
+        step.store_tags.append(directory.tag(page))
+        return page
+
+    def _guard(self, step: BlockCopies, written: Callable[[], Iterable[int]]) -> None:
+        """Let a step that writes to a block wait until all members have stored it."""
+        orders, directory = self._orders, self._directory
+        if step.store_pages:
+            blocks = set(step.store_blocks)
+            orders.append(_Order(step.store_pages[-1], step.store_tags[-1], blocks))
+        # Members store in order.
+        while orders and directory.is_written(orders[0].page, orders[0].tag):
+            orders.popleft()
+        if not orders:
+            return
+        gets = set(written())
+        is_free = all(gets.isdisjoint(order.blocks) for order in orders)
+        if not is_free or len(orders) > ORDERS_MAX:
+            step.frees_stores = True
+            orders.clear()
+
+    def ended(self, request: Request) -> None:
         """Forget a task; its pages stay until others need them."""
-        self._stored.pop(name, None)
+        name = request.request_id
+        first = self._stored.pop(name, 0)
         self._directory.remove_users(self._used.pop(name, ()))
+        if self._rules.is_aside and request.status in _ENDED:
+            blocks, full = self._scheduler._blocks_of(name), self._full(request, 0)
+            keys = request.block_hashes[first:full]
+            self._last += zip(keys, blocks[first:full], strict=True)
+
+    def forget_steps(self) -> None:
+        """Forget what was not stored yet: the group is left."""
+        self._last.clear()
+        self._orders.clear()
 
     def _use(self, name: str, pages: Iterable[int]) -> None:
         used = self._used.setdefault(name, [])

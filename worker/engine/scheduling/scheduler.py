@@ -138,6 +138,8 @@ class ModeScheduler(Scheduler):
         Where tasks decode, prompts make the step about `pace_tokens` large and leave the rest for
         the decodes after them: each of these steps takes its loans' time, and prompts use it.
         """
+        if self.blocks is not None:
+            self.blocks.look()
         if stages > 1:
             output = schedule_share(self, stages)
         else:
@@ -146,6 +148,8 @@ class ModeScheduler(Scheduler):
             # A void step of a pipeline group is never finished, so nothing would be entered.
             self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
+            if self.blocks is not None:
+                self.blocks.idle()
             self._make_room()
         if getattr(output, "pending_structured_output_tokens", False):
             settle()

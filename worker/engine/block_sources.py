@@ -1,0 +1,40 @@
+"""vLLM adapter: where the tasks of a mode find blocks that they need not compute."""
+
+from functools import partial
+
+from worker.engine.host_kv import HostTier
+from worker.engine.lost_kv import LostBlocks
+from worker.engine.mode import PreparedMode
+from worker.engine.scheduling.ahead_loads import AheadLoads
+from worker.engine.scheduling.block_copies import BlockSource
+from worker.engine.scheduling.connector import OFFER_S, BlockConnector
+from worker.engine.scheduling.host_blocks import HostBlocks, StoreRules
+from worker.engine.scheduling.scheduler import ModeScheduler
+
+
+def connect_sources(scheduler: ModeScheduler, mode: PreparedMode) -> None:
+    """Let a scheduler's tasks load and store blocks, and enter those that they fill."""
+    sources: list[BlockSource] = []
+    host, pages, ahead = mode.host, None, None
+    if mode.lost is not None and mode.directory is not None:
+        scheduler.use_directory(mode.directory)
+        sources.append(LostBlocks(scheduler, mode.lost))
+    if host is not None:
+        pages = HostBlocks(scheduler, host.directory, host, _rules(mode, host))
+        sources.append(pages)
+        if host.lanes is not None:
+            pool = scheduler.kv_cache_manager.block_pool
+            ahead = AheadLoads(pool, scheduler.block_size, host.lanes, OFFER_S)
+    if sources:
+        scheduler.use_connector(BlockConnector(scheduler, sources, pages, ahead))
+
+
+def _rules(mode: PreparedMode, host: HostTier) -> StoreRules:
+    """Return how groups of a mode use host pages."""
+    return StoreRules(
+        ranks=mode.ranks,
+        shares=host.geometry.slots_per_page(mode.width),
+        is_aside=host.is_aside,
+        is_sooner=partial(host.is_sooner, mode),
+        goes_ahead=partial(host.goes_ahead, mode),
+    )

@@ -1,0 +1,125 @@
+"""A CUDA rank's copies between its KV memory and host pages, beside its steps.
+
+Stores follow the step that filled their blocks, loads go ahead of the step that reads theirs. The
+device's copy engines do both, so steps neither wait for copies nor share their cores with them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvadaptor.host.page_copies import Copying, PageCopier, PageCopies
+
+STORE_BACKLOG_BYTES = 2 << 30
+"""Stores beyond that, 40 ms of the link, are left out: their blocks are not in host pages."""
+
+WAIT_BYTES = 32 << 20
+STORE_WAIT_S = 0.002
+"""Tokens go out after the stores of at most `WAIT_BYTES`, or after this time.
+
+Then a client has seen no block that the loss of the device would take. A prompt's stores are larger
+than that and do not keep its first token waiting.
+"""
+
+POLL_S = 0.00002
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    copying: Copying
+    num_bytes: int
+    done: Callable[[], None]
+
+
+class HostLanes:
+    """The copies of one rank in both directions; all but `order_stores` is for its main loop."""
+
+    def __init__(self, loads: PageCopier, stores: PageCopier, page_bytes: int) -> None:
+        self._loader, self._storer, self._page_bytes = loads, stores, page_bytes
+        self._stores: deque[_Store] = deque()
+        """Oldest first; they end in order."""
+        self._store_bytes = 0
+        self._loads: dict[int, Copying] = {}
+        """The loads ahead that no step follows yet, by number."""
+        self.late_blocks = 0
+        """Blocks that were not stored because of the backlog."""
+
+    # ------------------------------------------------------------------ stores
+
+    def store(self, copies: PageCopies, done: Callable[[], None]) -> None:
+        """Store blocks that are full once what was launched is over, and then call `done`.
+
+        Stores nothing if too much is to be stored already.
+        """
+        self.look()
+        num_bytes = len(copies.pages) * self._page_bytes // copies.slots
+        if self._stores and self._store_bytes + num_bytes > STORE_BACKLOG_BYTES:
+            self.late_blocks += len(copies.pages)
+            return
+        self._stores.append(_Store(self._storer.launch(copies), num_bytes, done))
+        self._store_bytes += num_bytes
+
+    def look(self) -> None:
+        """Call `done` of the stores that are over."""
+        while self._stores and self._stores[0].copying.is_over():
+            store = self._stores.popleft()
+            self._store_bytes -= store.num_bytes
+            store.done()
+
+    def wait_stores(self) -> None:
+        """Wait until the few stores of the last step are over; see `WAIT_BYTES`."""
+        self.look()
+        if self._store_bytes <= WAIT_BYTES:
+            _wait(lambda: not self._has_stores(), STORE_WAIT_S)
+
+    def _has_stores(self) -> bool:
+        self.look()
+        return bool(self._stores)
+
+    def order_stores(self) -> None:
+        """Let the caller's later work, which writes to pages of the rank, wait for all stores.
+
+        Any thread.
+        """
+        with_last = tuple(self._stores)[-1:]
+        for store in with_last:
+            store.copying.order()
+
+    # ------------------------------------------------------------------ loads
+
+    def load(self, copies: PageCopies) -> None:
+        """Load blocks before the step that is launched next."""
+        self._loader.launch(copies).order()
+
+    def load_ahead(self, number: int, copies: PageCopies) -> None:
+        """Load blocks that no step reads before `follow` was called with this number."""
+        self._loads[number] = self._loader.launch(copies)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether a load ahead is over on this rank."""
+        load = self._loads.get(number)
+        return load is not None and load.is_over()
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        """Let the step that is launched next read what these loads brought."""
+        for number in numbers:
+            self._loads.pop(number).order()
+
+    def wait_loads(self, limit_s: float) -> None:
+        """Wait for all loads ahead, but not longer than that."""
+        _wait(lambda: all(load.is_over() for load in self._loads.values()), limit_s)
+
+    # ------------------------------------------------------------------ both
+
+    def stop(self) -> None:
+        """Wait until nothing is copied: the rank leaves its group."""
+        _wait(lambda: not self._has_stores())
+        _wait(lambda: all(load.is_over() for load in self._loads.values()))
+        self._loads.clear()
+
+
+def _wait(condition: Callable[[], bool], limit_s: float | None = None) -> None:
+    end_s = time.monotonic() + limit_s if limit_s is not None else None
+    while not condition() and (end_s is None or time.monotonic() < end_s):
+        time.sleep(POLL_S)
