@@ -10,7 +10,7 @@ from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.certificate import CertificateError
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.failure_reason import reason_of
-from coordinator.protocol.host_memory import with_host_kv
+from coordinator.protocol.host_memory import check_host_kv
 from coordinator.protocol.log_options import add_log_options, with_log_options
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.model_check import check_model
@@ -50,16 +50,13 @@ def main() -> int:
         set_up_logging(config.log)
         check_model(config, fetch=ask_nobody)
         check_nccl(config)
-        is_asked = config.cell.host_kv_gib is not None
-        config = with_host_kv(config)
+        check_host_kv(config)
         # Imported late: the checks above take milliseconds, vLLM's import takes seconds.
         from worker.engine.config import EngineConfigError
         from worker.launch.launcher import Launcher, probe
 
         try:
-            if args.command == "doctor":
-                return probe(config)
-            return Launcher(config, needs_host_kv=is_asked).run()
+            return probe(config) if args.command == "doctor" else Launcher(config).run()
         except EngineConfigError as error:
             raise ConfigError(str(error)) from error
     except (ConfigError, CertificateError) as error:

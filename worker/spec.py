@@ -46,8 +46,6 @@ class RankSpec:
     """Its size."""
     host_ranks: int = 1
     """The ranks of the cell, which each have a part of the host pages."""
-    needs_host_kv: bool = False
-    """Whether the user asked for them: without hashes of blocks, the rank then cannot start."""
     exchange_parts: tuple[int, ...] = (1,)
     """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
@@ -102,8 +100,6 @@ def rank_spec(
     memory: CellMemory | None,
     together: Mapping[Rank, int] | None = None,
     host_memory: CellMemory | None = None,
-    *,
-    needs_host_kv: bool = False,
 ) -> RankSpec:
     """Return the spec of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
 
@@ -133,7 +129,6 @@ def rank_spec(
         host_memory=host_memory,
         host_kv_bytes=host_kv_bytes(config.cell),
         host_ranks=config.cell.ranks,
-        needs_host_kv=needs_host_kv,
         exchange_parts=config.cell.exchange_parts,
         parts=config.cell.weight_parts,
         borrow=config.cell.borrow if config.borrows else "none",
@@ -146,7 +141,7 @@ def rank_spec(
 
 def host_kv_bytes(cell: CellConfig) -> int:
     """Return the bytes of the cell's host pages, 0 if it has none."""
-    return int((cell.host_kv_gib or 0) * 2**30) // HOST_ALIGNMENT_BYTES * HOST_ALIGNMENT_BYTES
+    return int(cell.host_kv_gib * 2**30) // HOST_ALIGNMENT_BYTES * HOST_ALIGNMENT_BYTES
 
 
 def everyone(config: Config) -> tuple[Rank, ...]:

@@ -246,8 +246,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--host-kv",
         type=float,
         metavar="GIB",
-        help="host memory for KV pages that all ranks share; default: a tenth of the machine's "
-        "with GPUs, 0 without",
+        help="host memory for KV pages that all ranks share; default: 0",
     )
 
 

@@ -90,11 +90,10 @@ class CellConfig(_Frozen):
     `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
     layers lends and borrows nothing, one that holds 0 has the most memory for KV on CUDA. A wide
     group uses as many KV pages of each rank as the smallest has."""
-    host_kv_gib: float | None = Field(default=None, ge=0)
+    host_kv_gib: float = Field(default=0, ge=0)
     """Host memory, in GiB, for KV pages that all ranks share: prompts that were computed before,
     tasks that were preempted, and those of lost ranks are read from it instead of computed again.
-    0 has none. By default GPUs have a tenth of the machine's memory, as far as it is free, and CPU
-    ranks none."""
+    0 has none."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""

@@ -274,6 +274,11 @@ def _host_metrics(ranks: list[View]) -> Iterator[Metric]:
             "Blocks that found no host page, as running tasks used all.",
             "host_full_blocks",
         ),
+        (
+            "host_late_blocks",
+            "Blocks that were not stored in host pages, as too many were to be stored before them.",
+            "host_late_blocks",
+        ),
     ):
         counter = CounterMetricFamily(f"aileron_{name}", text, labels=("rank",))
         for labels, value in rows(field):

@@ -299,7 +299,7 @@ class RankEngine:
 
     def _open_host_pages(self, *, hashes: bool) -> HostTier | None:
         spec = self.spec
-        if spec.host_memory is None or not (hashes or spec.needs_host_kv):
+        if spec.host_memory is None:
             return None
         if not hashes:
             raise ViewError(

@@ -107,9 +107,8 @@ def _fork(run: Callable[[], None], failed: Callable[[BaseException], None]) -> i
 class Launcher:
     """The rank processes of one cell on this host."""
 
-    def __init__(self, config: Config, *, needs_host_kv: bool = False) -> None:
-        """With `needs_host_kv`, ranks that can use no host pages do not start."""
-        self._config, self._needs_host_kv = config, needs_host_kv
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
         """The pipe on which each rank's process signals that it can serve."""
@@ -227,15 +226,7 @@ class Launcher:
         def run() -> None:
             self._pipe.close()
             self._orders.close()
-            spec = rank_spec(
-                self._config,
-                rank,
-                cohort,
-                self._memory,
-                together,
-                self._host_memory,
-                needs_host_kv=self._needs_host_kv,
-            )
+            spec = rank_spec(self._config, rank, cohort, self._memory, together, self._host_memory)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
         def tell(reason: str) -> None:

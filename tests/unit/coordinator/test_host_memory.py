@@ -6,31 +6,18 @@ import psutil
 import pytest
 
 from coordinator.protocol.config import Config, ConfigError, check_config
-from coordinator.protocol.host_memory import GIB, free_memory_bytes, with_host_kv
+from coordinator.protocol.host_memory import GIB, check_host_kv, free_memory_bytes
 
 
-def config(host_kv_gib: float | None, device: str = "cpu") -> Config:
-    return check_config(
-        {"model": {"path": "m"}, "cell": {"host_kv_gib": host_kv_gib, "device": device}}
-    )
-
-
-def size_gib(wanted: float | None, device: str, free: int, total: int = 100) -> float | None:
-    found = with_host_kv(config(wanted, device), free * GIB, total * GIB)
-    return found.cell.host_kv_gib
+def config(host_kv_gib: float) -> Config:
+    return check_config({"model": {"path": "m"}, "cell": {"host_kv_gib": host_kv_gib}})
 
 
 def test_what_does_not_fit_is_refused_with_what_does() -> None:
-    assert size_gib(0, "cpu", 0) == 0
-    assert size_gib(9, "cuda", 10) == 9
+    check_host_kv(config(0), 0)
+    check_host_kv(config(9), 10 * GIB)
     with pytest.raises(ConfigError, match=r"10\.0 GiB are free: use at most 9\.0 \(--host-kv\)"):
-        size_gib(9.1, "cpu", 10)
-
-
-def test_gpus_have_a_tenth_of_the_machine_by_default() -> None:
-    assert size_gib(None, "cpu", 50) == 0
-    assert size_gib(None, "cuda", 50) == 10
-    assert size_gib(None, "cuda", 10) == 9, "no more than what is free"
+        check_host_kv(config(9.1), 10 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
+from worker.engine.scheduling import host_blocks
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.connector import OFFER_S, BlockConnector
 from worker.engine.scheduling.host_blocks import HostBlocks, StoreRules
@@ -32,6 +34,7 @@ class Task:
     block_hashes: list[bytes]
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    status: RequestStatus = RequestStatus.RUNNING
 
 
 @dataclass
@@ -241,3 +244,116 @@ def test_where_all_pages_are_in_use_blocks_are_counted() -> None:
         assert group.other.pin(page, key_of(number)) or group.own.pin(page, key_of(number))
     assert group.step(**{group.task(8).request_id: 8}) is None
     assert group.counts.full == 2
+
+
+# ------------------------------------------------------------------ beside steps
+
+
+def given(group: Group, *blocks: int, **tokens: int) -> BlockCopies | None:
+    """A step that computes these tokens and gives a task these blocks."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = tokens
+    output.scheduled_cached_reqs.new_block_ids.append((list(blocks),))
+    return group.hooks.build_connector_meta(output)
+
+
+def written(group: Group, step: BlockCopies) -> None:
+    """All members have stored what a step says."""
+    for page, tag in zip(step.store_pages, step.store_tags, strict=True):
+        group.own.complete(page, 0, tag)
+
+
+def test_beside_steps_the_next_one_stores_what_a_step_has_filled() -> None:
+    group = Group(is_aside=True)
+    task = group.task(10)
+    assert group.step(task=10) is None
+    task.num_computed_tokens = 10
+    step = group.step(task=1)
+    assert step is not None
+    assert step.store_blocks == [100, 101]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
+def test_the_last_blocks_of_an_ended_task_are_stored(status: RequestStatus) -> None:
+    """Unless it ended in another way: then its blocks may hold anything."""
+    group = Group(is_aside=True)
+    task = group.task(8)
+    assert group.step(task=8) is None
+    task.num_computed_tokens = 8
+    task.status = status
+    group.hooks.request_finished(task, [])
+    step = group.step()
+    assert (step.store_blocks if step else []) == (
+        [100, 101] if status is RequestStatus.FINISHED_STOPPED else []
+    )
+    assert group.step() is None
+
+
+def test_a_step_waits_for_stores_of_blocks_that_it_writes() -> None:
+    group = Group(is_aside=True)
+    task = group.task(8)
+    task.num_computed_tokens = 8
+    first = given(group, 7, task=1)
+    assert first is not None
+    assert (first.store_blocks, first.frees_stores) == ([100, 101], False)
+    again = given(group, 8, 101, task=1)
+    assert again is not None
+    assert again.frees_stores
+    assert given(group, 101, task=1) is None, "that step has waited"
+
+
+def test_blocks_that_all_members_have_stored_are_free() -> None:
+    group = Group(is_aside=True)
+    task = group.task(8)
+    task.num_computed_tokens = 8
+    first = given(group, 7, task=1)
+    assert first is not None
+    written(group, first)
+    assert given(group, 101, task=1) is None
+
+
+def test_a_step_may_write_to_a_block_that_it_stores() -> None:
+    """A task has ended and another gets its block at once."""
+    group = Group(is_aside=True)
+    task = group.task(8)
+    task.num_computed_tokens, task.status = 8, RequestStatus.FINISHED_STOPPED
+    group.hooks.request_finished(task, [])
+    step = given(group, 100)
+    assert step is not None
+    assert (step.store_blocks, step.frees_stores) == ([100, 101], True)
+
+
+def test_a_long_prompt_that_arrived_is_looked_at_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_blocks, "LOOKS_PER_STEP", 2)
+    group = Group(is_aside=True)
+    task = group.task(20)
+    task.num_computed_tokens = 20
+    steps = [group.step(task=1) for _ in range(4)]
+    assert [step.store_blocks if step else None for step in steps] == [
+        [100, 101],
+        [102, 103],
+        [104],
+        None,
+    ]
+
+
+def test_a_group_uses_no_page_before_all_members_are_ready() -> None:
+    group = Group(shares=2)
+    group.store(group.other, 0, 1)
+    task = group.task(12)
+    group.other.set_ready(is_ready=False)
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (0, False)
+    assert group.step(task=12) is None
+    group.other.set_ready(is_ready=True)
+    assert group.hooks.get_num_new_matched_tokens(task, 0) == (8, False)
+
+
+def test_a_group_that_is_left_stores_nothing_later() -> None:
+    group = Group(is_aside=True)
+    task = group.task(8)
+    task.num_computed_tokens, task.status = 8, RequestStatus.FINISHED_STOPPED
+    group.hooks.request_finished(task, [])
+    group.hooks.stop()
+    assert group.step() is None

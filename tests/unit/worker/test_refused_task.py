@@ -54,7 +54,7 @@ def test_the_worker_s_processes_log_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Failing:
-        def __init__(self, _config: Any, **_: Any) -> None:
+        def __init__(self, _config: Any) -> None:
             """Stands for the launcher."""
 
         def run(self) -> int:

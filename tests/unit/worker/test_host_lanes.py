@@ -1,0 +1,137 @@
+"""Copies between KV memory and host pages beside steps: their order, limits and ends."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvadaptor.host.page_copies import PageCopies
+from worker.engine import host_lanes
+from worker.engine.host_lanes import HostLanes
+
+PAGE_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class Copying:
+    """Copies that are over when a test says so."""
+
+    copies: PageCopies
+    log: list[str]
+    over: bool = False
+
+    def is_over(self) -> bool:
+        return self.over
+
+    def order(self) -> None:
+        self.log.append(f"order {list(self.copies.pages)}")
+
+
+@dataclass
+class Copier:
+    log: list[str]
+    launched: list[Copying] = field(default_factory=list)
+
+    def launch(self, copies: PageCopies) -> Copying:
+        self.launched.append(Copying(copies, self.log))
+        return self.launched[-1]
+
+
+@dataclass
+class Lanes:
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loads, self.stores = Copier(self.log), Copier(self.log)
+        self.lanes = HostLanes(self.loads, self.stores, PAGE_BYTES)
+
+    def store(self, *pages: int) -> None:
+        self.lanes.store(of(*pages), lambda: self.log.append(f"done {list(pages)}"))
+
+
+def of(*pages: int) -> PageCopies:
+    return PageCopies(1, 0, pages, pages)
+
+
+@pytest.fixture
+def made() -> Lanes:
+    return Lanes()
+
+
+def test_stores_are_done_in_order(made: Lanes) -> None:
+    made.store(1)
+    made.store(2, 3)
+    made.stores.launched[1].over = True
+    made.lanes.look()
+    assert not made.log
+    made.stores.launched[0].over = True
+    made.lanes.look()
+    assert made.log == ["done [1]", "done [2, 3]"]
+
+
+def test_work_that_writes_waits_for_the_last_store(made: Lanes) -> None:
+    made.lanes.order_stores()
+    made.store(1)
+    made.store(2)
+    made.lanes.order_stores()
+    assert made.log == ["order [2]"]
+
+
+def test_a_backlog_leaves_blocks_out(made: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_lanes, "STORE_BACKLOG_BYTES", 2 * PAGE_BYTES)
+    made.store(1, 2, 3)  # There is no other, so these count whatever their size.
+    made.store(4, 5)
+    assert len(made.stores.launched) == 1
+    assert made.lanes.late_blocks == 2
+    made.stores.launched[0].over = True
+    made.store(6)
+    assert len(made.stores.launched) == 2
+
+
+def test_tokens_wait_for_few_stores_and_not_for_long(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr("time.sleep", sleeps.append)
+    clock = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock) * host_lanes.STORE_WAIT_S / 3)
+    made.store(1)
+    made.lanes.wait_stores()
+    assert sleeps, "it waits"
+    assert len(sleeps) < 5
+    sleeps.clear()
+    made.store(*range(2, 2 + host_lanes.WAIT_BYTES // PAGE_BYTES))
+    made.lanes.wait_stores()
+    assert not sleeps, "a prompt is too much"
+    made.stores.launched[0].over = True
+
+
+def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
+    made.lanes.load_ahead(7, of(1))
+    assert not made.lanes.is_over(7)
+    assert not made.lanes.is_over(8)
+    made.loads.launched[0].over = True
+    assert made.lanes.is_over(7)
+    made.lanes.follow([7])
+    assert made.log == ["order [1]"]
+    assert not made.lanes.is_over(7), "it is forgotten"
+
+
+def test_a_step_waits_for_its_own_loads(made: Lanes) -> None:
+    made.lanes.load(of(4))
+    assert made.log == ["order [4]"]
+
+
+def test_a_rank_leaves_when_nothing_is_copied(made: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.store(1)
+    made.lanes.load_ahead(0, of(2))
+    flags = [*made.stores.launched, *made.loads.launched]
+
+    def end_one(_: float) -> None:
+        flags.pop().over = True
+
+    monkeypatch.setattr("time.sleep", end_one)
+    made.lanes.stop()
+    assert not flags
+    assert made.log == ["done [1]"]
+    with pytest.raises(KeyError):
+        made.lanes.follow([0])
