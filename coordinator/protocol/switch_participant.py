@@ -189,7 +189,7 @@ def _order(directive: Directive) -> tuple[Stage, int]:
 
 
 ACTIONS: dict[type[Move], tuple[Action, ...]] = {
-    Leave: (Action.LEAVE, Action.LEAVE_RECOMPUTE, Action.LEAVE_RESHARD),
+    Leave: (Action.LEAVE, Action.LEAVE_RECOMPUTE),
     Park: (Action.PARK,),
     Reshard: (Action.RESHARD,),
     Resolve: (Action.RESOLVE, Action.RESOLVE_PARKED, Action.RESOLVE_JOINED),

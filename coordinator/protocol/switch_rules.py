@@ -69,9 +69,8 @@ class Fact(Enum):
     LEASE_LAPSED = auto()
     """The time lease had lapsed before the directive: the group can run no step."""
     LEAVE_READ = auto()
-    """The leader of the joined group has left it."""
-    LEAVE_FOR_MOVE = auto()
-    """It has, and it has parked its tasks for a migration."""
+    """The leader of the joined group has left it. If it parked its tasks for a migration, this does
+    not hold under SPECULATE: the plan that the leader has heard comes to this rank too."""
     ABANDONED = auto()
     """The directive says that nobody will lead the joined formation."""
     NEW_EPOCH = auto()
@@ -93,8 +92,6 @@ class Action(Enum):
     """`Leave` under the wanted carry plan."""
     LEAVE_RECOMPUTE = auto()
     """`Leave` under RECOMPUTE, whatever plan is wanted."""
-    LEAVE_RESHARD = auto()
-    """`Leave` under RESHARD."""
     PARK = auto()
     RESHARD = auto()
     RESOLVE = auto()
@@ -190,7 +187,7 @@ MOVES = RESHARD + SPECULATE  # tasks in the end: they stay where they are, no ra
 STAYS = PAUSE + DRAIN + RECOMPUTE  # nothing migrates
 EARLY = (Fact.COPIES_EARLY,)
 IDLE, LAPSED, MOVER = (Fact.IDLE_DRAIN,), (Fact.LEASE_LAPSED,), (Fact.MOVER,)
-FOR_MOVE, NEW_EPOCH = (Fact.LEAVE_FOR_MOVE,), (Fact.NEW_EPOCH,)
+NEW_EPOCH = (Fact.NEW_EPOCH,)
 LOST = (Fact.MEMBER_GONE, Fact.LEASE_LAPSED)  # the leader has nothing to wait for
 OVER = (Fact.LEAVE_READ, Fact.LEADER_GONE, Fact.ABANDONED)  # the leader sends no further step
 AWAITED = (Fact.PREPARED_WANTED, Fact.PREPARED_IN_STEP)
@@ -214,11 +211,9 @@ RULES = (
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.LEAVE, when=LOST, unless=IDLE),
     Rule(LEADER, LATER, UNWANTED, ANY, WAITS, Action.WAIT, unless=IDLE + LOST),
     Rule(NEW_LEADER, LATER, UNWANTED, ANY, WAITS, Action.LEAVE_RECOMPUTE, unless=IDLE),
-    # A follower leaves after its leader. The leader may have heard before it that all drained.
+    # A follower leaves after its leader, and for a migration if its leader has.
     Rule(FOLLOWERS, LATER, UNWANTED, ANY, ANY, Action.WAIT, unless=OVER),
-    Rule(FOLLOWERS, LATER, UNWANTED, ANY, STAYS + RESHARD, Action.LEAVE, when=OVER),
-    Rule(FOLLOWERS, LATER, UNWANTED, ANY, SPECULATE, Action.LEAVE, when=OVER, unless=FOR_MOVE),
-    Rule(FOLLOWERS, LATER, UNWANTED, ANY, SPECULATE, Action.LEAVE_RESHARD, when=FOR_MOVE),
+    Rule(FOLLOWERS, LATER, UNWANTED, ANY, ANY, Action.LEAVE, when=OVER),
     # A group that is wanted goes on, or begins with the pages that SERVE grants it.
     Rule(SERVING, LATER, SAME, ANY, ANY, Action.ACK),
     Rule(NEW, LATER, SAME, PARK + MOVE + SWAP, ANY, Action.ACK),

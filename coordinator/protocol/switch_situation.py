@@ -103,6 +103,16 @@ class Situation:
         return is_asked and not (self.gone or self.has_lapsed)
 
     @property
+    def has_read_leave(self) -> bool:
+        """The leader of the joined group has left it, and this rank has heard why.
+
+        A leader that parked its tasks for a migration may have heard first that no group waits for
+        tasks any more. A follower that left under SPECULATE would leave its pages out.
+        """
+        for_move = self.rank.leaves.get(self.joined.formation)
+        return for_move is not None and not (for_move and self.wanted.carry is Carry.SPECULATE)
+
+    @property
     def granted(self) -> int | None:
         """The pages that the directive grants to the joined group."""
         ranks = self.joined.group.ranks
@@ -177,8 +187,7 @@ FACTS: dict[Fact, Callable[[Situation], bool]] = {
     Fact.MEMBER_GONE: lambda now: bool(now.gone),
     Fact.LEADER_GONE: lambda now: now.joined.group.leader in now.gone,
     Fact.LEASE_LAPSED: lambda now: now.has_lapsed,
-    Fact.LEAVE_READ: lambda now: now.rank.has_leave,
-    Fact.LEAVE_FOR_MOVE: lambda now: now.rank.leaves.get(now.joined.formation, False),
+    Fact.LEAVE_READ: lambda now: now.has_read_leave,
     Fact.ABANDONED: lambda now: now.wanted.abandoned_formation == now.joined.formation,
     Fact.NEW_EPOCH: lambda now: now.wanted.stage.epoch > now.rank.stage.epoch,
     Fact.MOVER: lambda now: now.rank.rank in now.wanted.movers,
@@ -189,7 +198,6 @@ FACTS: dict[Fact, Callable[[Situation], bool]] = {
 MOVES: dict[Action, Callable[[Situation], Move]] = {
     Action.LEAVE: lambda now: now.leave(now.wanted.carry),
     Action.LEAVE_RECOMPUTE: lambda now: now.leave(Carry.RECOMPUTE),
-    Action.LEAVE_RESHARD: lambda now: now.leave(Carry.RESHARD),
     Action.PARK: lambda now: Park(now.wanted),
     Action.RESHARD: lambda now: Reshard(now.wanted),
     Action.RESOLVE: lambda now: now.resolve(),

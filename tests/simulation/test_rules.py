@@ -19,28 +19,30 @@ FOUND_BY: dict[str, Run] = {
     "row 7, LEAVE": Run(0, kind=WIDE),
     "row 8, LEAVE": Run(0, kind=CALM),
     "row 10, LEAVE": Run(7),
-    "row 11, LEAVE": Run(25, kind=WIDE),
+    "row 11, LEAVE": Run(2, 0.1),
     "row 12, WAIT": Run(28, kind=CALM),
     "row 13, LEAVE_RECOMPUTE": Run(26, kind=CALM),
     "row 14, WAIT": Run(0, kind=CALM),
     "row 15, LEAVE": Run(0),
-    "row 18, ACK": Run(0, kind=CALM),
-    "row 19, ACK": Run(1),
-    "row 20, SERVE": Run(0),
-    "row 21, RESOLVE_JOINED": Run(0),
-    "row 22, RESOLVE_PARKED": Run(0),
-    "row 23, RESOLVE": Run(1, kind=WIDE),
-    "row 24, RESOLVE": Run(4, 0.3),
-    "row 25, JOIN_PROMISED": Run(8, 0.1),
-    "row 26, PARK": Run(4, kind=WIDE),
-    "row 27, ACK": Run(4, kind=WIDE),
-    "row 28, PARK": Run(0),
-    "row 29, RESHARD": Run(0),
-    "row 30, ACK": Run(4, 0.3),
-    "row 31, JOIN": Run(5),
-    "row 32, JOIN": Run(0),
+    "row 16, ACK": Run(0, kind=CALM),
+    "row 17, ACK": Run(1),
+    "row 18, SERVE": Run(0),
+    "row 19, RESOLVE_JOINED": Run(0),
+    "row 20, RESOLVE_PARKED": Run(0),
+    "row 21, RESOLVE": Run(1, kind=WIDE),
+    "row 22, RESOLVE": Run(4, 0.3),
+    "row 23, JOIN_PROMISED": Run(4, 0.3),
+    "row 24, PARK": Run(4, kind=WIDE),
+    "row 25, ACK": Run(4, kind=WIDE),
+    "row 26, PARK": Run(0),
+    "row 27, RESHARD": Run(0),
+    "row 28, ACK": Run(4, 0.3),
+    "row 29, JOIN": Run(5),
+    "row 30, JOIN": Run(0),
 }
 """The first run that finds each; it is tried first, as long as it does."""
+WITHOUT_A_RUN = {"row 9, WAIT"}
+"""Without it no run fails, but none copies early: `test_calm` counts that."""
 
 
 @pytest.mark.parametrize("row", FOUND_BY)
@@ -49,4 +51,4 @@ def test_a_row_that_is_missing_is_found(row: str) -> None:
 
 
 def test_the_rows_are_those_of_the_table() -> None:
-    assert FOUND_BY.keys() <= ROWS.keys()
+    assert FOUND_BY.keys() | WITHOUT_A_RUN == ROWS.keys()

@@ -38,7 +38,6 @@ def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:
 @pytest.mark.parametrize(
     ("carry", "for_move", "is_moving"),
     [
-        (Carry.SPECULATE, True, True),
         (Carry.SPECULATE, False, False),
         (Carry.RESHARD, False, True),
         (Carry.PAUSE, True, False),
@@ -47,13 +46,39 @@ def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:
 def test_a_follower_parks_for_a_move_with_its_leader(
     carry: Carry, for_move: bool, is_moving: bool
 ) -> None:
-    """The leader may have read the same directive when all had drained, and the follower before."""
     participant = serving(1, target("tp2+dp2", 1))
     participant.on_directive(directive(target("tp4", 2), 2, PARK, carry=carry))
     participant.on_leave(1, for_move=for_move)
     participant.on_leave(1)
     assert make_moves(participant)[0] == "Leave"
     assert participant.is_moving is is_moving
+
+
+def follower_left_for_a_move() -> SwitchParticipant:
+    """It is to leave under SPECULATE; its leader has heard that all drained, and has left."""
+    participant = serving(1, target("tp2+dp2", 1))
+    assert obey(participant, directive(target("dp4", 2), 2, PARK, carry=Carry.SPECULATE)) == []
+    participant.on_leave(1, for_move=True)
+    participant.on_leave(1)
+    return participant
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_a_follower_hears_of_a_move_before_it_leaves_for_it(epoch: int) -> None:
+    participant = follower_left_for_a_move()
+    assert make_moves(participant) == [], "its pages would stay out of the move"
+    order = directive(target("dp4", epoch), epoch, PARK, carry=Carry.RESHARD)
+    assert obey(participant, order)[0] == "Leave"
+    assert participant.is_moving
+
+
+def test_a_follower_hears_of_no_move_in_a_group_that_is_over() -> None:
+    abandoned = directive(target("dp4", 2), 2, PARK, carry=Carry.SPECULATE, abandoned_formation=1)
+    without_leader = directive(target("off1+dp3", 2), 2, PARK, carry=Carry.SPECULATE)
+    for order in (abandoned, without_leader):
+        participant = follower_left_for_a_move()
+        assert obey(participant, order)[0] == "Leave"
+        assert not participant.is_moving
 
 
 def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:

@@ -61,8 +61,7 @@ def possible(facts: set[Fact], plan: Carry) -> Iterator[frozenset[Fact]]:
     """Yield all sets of these facts that hold together."""
     sizes = range(len(facts) + 1)
     for true in chain.from_iterable(combinations(sorted(facts, key=str), size) for size in sizes):
-        is_read = Fact.LEAVE_READ in true or Fact.LEAVE_FOR_MOVE not in true
-        if is_read and (plan is Carry.DRAIN or Fact.IDLE_DRAIN not in true):
+        if plan is Carry.DRAIN or Fact.IDLE_DRAIN not in true:
             yield frozenset(true)
 
 
