@@ -6,7 +6,7 @@ and its tasks are computed again like those of the dead.
 
 from collections.abc import Callable
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Layout, Rank
 from coordinator.core.core import Core
 from coordinator.model.events import Effect, Event, SwitchRecorded
 from coordinator.model.records import Outcome, SwitchRecord
@@ -42,6 +42,14 @@ class CalmWorld(World):
         """The ranks of the target that live, with their incarnations."""
         self._overtakes = False
         """The last switch did not end: what it began is not waited for."""
+        self._changed_plan_in = 0
+        """The last epoch whose plan was changed on the way: its record has the first plan."""
+
+    def want_switch(self, layout: Layout, carry: Carry) -> None:
+        """Want a layout; the switch to it that is under way gets another plan."""
+        if self.core is not None and layout == self.core._switcher.target.layout:
+            self._changed_plan_in = self.core._switcher.epoch
+        super().want_switch(layout, carry)
 
     def effects_of(self, core: Core, event: Event) -> list[Effect]:
         """Let the coordinator handle an event, and check what it has cut out and switched."""
@@ -60,7 +68,8 @@ class CalmWorld(World):
 
     def _check_switch(self, record: SwitchRecord) -> None:
         overtakes, self._overtakes = self._overtakes, record.outcome is not Outcome.SERVED
-        if self._overtakes or self.stats.crashes:
+        is_as_planned = record.epoch != self._changed_plan_in
+        if self._overtakes or self.stats.crashes or not is_as_planned:
             return
         waited_ms = self.settings.drain_limit_ms if record.carry is Carry.DRAIN else 0
         limit_ms = min(waited_ms, TASK_MS) + SWITCH_LIMIT_MS[record.carry]

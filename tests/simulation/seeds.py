@@ -68,6 +68,7 @@ FOUND = (
     Found(3_000_224, PRECOPY, "a group leaves an aborted formation while others copy early"),
     Found(120, PRECOPY, "a new coordinator uses an epoch again for which ranks have copied early"),
     Found(10_390, PIPELINES, "a task is alone in a group of four stages"),
+    Found(86, CALM, "an operator gives a switch that is under way another plan"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
     Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
 )
