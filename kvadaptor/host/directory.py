@@ -75,7 +75,7 @@ class HostDirectory:
     # ------------------------------------------------------------------ readiness
 
     def set_ready(self, *, is_ready: bool) -> None:
-        """Say whether this rank can copy pages: groups with others use host pages only then."""
+        """Tell all groups of this rank if it can copy pages: until then they use none."""
         self._words[self.layout.ready_word(self.rank)] = is_ready
 
     def are_ready(self, ranks: Iterable[int]) -> bool:

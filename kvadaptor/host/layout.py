@@ -49,7 +49,7 @@ class HostLayout:
         return rank * self.part_words
 
     def ready_word(self, rank: int) -> int:
-        """Return the word that says whether a rank can copy pages."""
+        """Return the word that is 1 once a rank can copy pages."""
         return rank * self.part_words + 1
 
     def journal_word(self, rank: int, number: int) -> int:

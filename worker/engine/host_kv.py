@@ -84,7 +84,7 @@ class HostTier:
     lanes: HostLanes | None = None
     """What copies beside the steps; without it they copy themselves."""
     validity: Callable[[Sequence[Rank]], Callable[[], bool]] = lambda _: lambda: True
-    """Gives a query for whether what these ranks compute now was not computed in vain."""
+    """Gives a query that is true while the steps of these ranks, as of now, count."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
     hit_tokens: int = 0
@@ -126,8 +126,7 @@ class HostTier:
             return PageCopies(slots, share, numbers, pages)
 
         loads = of(step.load_blocks, step.load_pages)
-        kept = (step.store_blocks, step.store_pages) if is_writer else ([], [])
-        stores = of(*kept)
+        stores = of(step.store_blocks, step.store_pages) if is_writer else of([], [])
 
         def complete() -> None:
             self.stored_bytes += self._bytes_of(stores)

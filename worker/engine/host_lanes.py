@@ -48,7 +48,7 @@ class HostLanes:
     # ------------------------------------------------------------------ stores
 
     def store(self, copies: PageCopies, done: Callable[[], None]) -> None:
-        """Store blocks that are full once what was launched is over, and then call `done`.
+        """Store blocks that are full after the steps launched before, and then call `done`.
 
         Stores nothing if too much is to be stored already.
         """

@@ -137,8 +137,6 @@ class RankEngine:
         self.probed: Probes = {}
         """The probe results of the start-up."""
         self._warm(progress)
-        if self.host is not None:
-            self.host.begin()
         notes.note("graphs and warm steps")
         if spec.parts > 1 and not builder.borrows:
             # A rank with a part of the weights computes nothing alone, so it waits for its peers.
@@ -382,6 +380,8 @@ class RankEngine:
             StartupMeasurements(times, self.probed, whole).store(spec.memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
+        if self.host is not None:
+            self.host.begin()
         progress("warm", len(self.modes), len(self.modes))
 
     def _measure_floors(self) -> dict[StepMode, int]:

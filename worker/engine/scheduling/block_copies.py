@@ -102,7 +102,7 @@ class BlockStores(Protocol):
         """Forget a task; it still has its blocks."""
 
     def forget_steps(self) -> None:
-        """Forget what was not stored yet: the group is left."""
+        """Forget the stores that no step has begun: the group is left."""
 
 
 Taken = list[tuple[BlockSource, int]]

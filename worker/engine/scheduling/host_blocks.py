@@ -39,7 +39,7 @@ class StoreRules:
     shares: int
     """How many of them write a page."""
     is_aside: bool
-    """Whether they store beside steps: what was full before a step, once that one begins."""
+    """Whether they store beside steps: a step begins the stores of blocks that are full then."""
     is_sooner: Callable[[int], bool]
     """Whether loading this many tokens beats computing them."""
     goes_ahead: Callable[[int], bool]
@@ -149,7 +149,7 @@ class HostBlocks:
     def _plan_task(
         self, step: BlockCopies, name: str, tokens: int, now_s: float, looks: int
     ) -> int:
-        """Store the blocks that are full after so many tokens more; return how many it looked at.
+        """Store the blocks that these tokens more fill; return how many it looked at.
 
         Looks at `looks` of them at most where stores run beside steps.
         """
@@ -168,7 +168,7 @@ class HostBlocks:
         return full - first
 
     def _full(self, request: Request, tokens: int) -> int:
-        """Return how many blocks of a task are full after so many tokens more, and have a hash."""
+        """Return how many blocks of a task are full after these tokens more, and have a hash."""
         computed = request.num_computed_tokens + tokens
         return min(int(computed // self._scheduler.block_size), len(request.block_hashes))
 
@@ -214,7 +214,7 @@ class HostBlocks:
             self._last += zip(keys, blocks[first:full], strict=True)
 
     def forget_steps(self) -> None:
-        """Forget what was not stored yet: the group is left."""
+        """Forget the stores that no step has begun: the group is left."""
         self._last.clear()
         self._orders.clear()
 
