@@ -5,7 +5,6 @@ client has seen is in the host page even if the rank ends with its next instruct
 copies beside its steps (`HostLanes`).
 """
 
-import ctypes
 import mmap
 import threading
 import time
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import structlog
 import torch
 
@@ -22,19 +20,17 @@ from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout, layout_of
-from kvadaptor.host.page_copies import (
-    ArrayCopier,
-    DeviceCopier,
+from kvadaptor.host.page_copies import PageCopier, PageCopies
+from kvadaptor.slot_table import SlotTable
+from kvadaptor.transfer.boxes import (
     HostCopyError,
-    PageCopier,
-    PageCopies,
+    address_in,
     bind_device,
     fill_memory,
     register,
 )
-from kvadaptor.slot_table import SlotTable
 from kvadaptor.views import KVBuffer
-from worker.engine.host_lanes import POLL_S, HostLanes
+from worker.engine.host_lanes import POLL_S, HostLanes, Launcher
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.rank.step_times import StepTimes
 
@@ -79,8 +75,8 @@ class HostTier:
 
     directory: HostDirectory
     geometry: PageGeometry
-    loads: PageCopier
-    stores: PageCopier
+    loads: Launcher
+    stores: Launcher
     lanes: HostLanes | None = None
     """What copies beside the steps; without it they copy themselves."""
     validity: Callable[[Sequence[Rank]], Callable[[], bool]] = lambda _: lambda: True
@@ -273,25 +269,15 @@ def open_tier(
 
 
 def _copier(memory: mmap.mmap, layout: HostLayout, kv: KVBuffer, *, loads: bool) -> PageCopier:
-    geometry = kv.geometry
-    if kv.raw.device.type == "cuda":
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, layout.data_at))
-        return DeviceCopier(address, kv.raw, geometry, loads=loads)
-    pages = np.frombuffer(memory, np.uint8, layout.pages * layout.page_bytes, layout.data_at)
-    own = kv.raw.view(-1).numpy().view(np.uint8)
-    layers, page_bytes = geometry.num_layers, geometry.layer_page_bytes
-    return ArrayCopier(
-        pages.reshape(layout.pages, layers, page_bytes),
-        own.reshape(layers, -1),
-        geometry,
-        loads=loads,
-    )
+    address = address_in(memory, layout.data_at)
+    return PageCopier(address, kv.raw, kv.geometry, loads=loads)
 
 
 def _register(tier: HostTier, memory: mmap.mmap, pages: range) -> None:
     """Register the memory of these pages."""
     size = tier.layout.page_bytes
-    register(memory, tier.layout.data_at + pages.start * size, len(pages) * size)
+    at = address_in(memory, tier.layout.data_at + pages.start * size)
+    register(at, len(pages) * size)
     tier.registered_bytes += len(pages) * size
 
 

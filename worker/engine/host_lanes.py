@@ -8,8 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvadaptor.host.page_copies import Copying, PageCopier, PageCopies
+from kvadaptor.host.page_copies import PageCopies
+from kvadaptor.transfer.boxes import Copying
 
 STORE_BACKLOG_BYTES = 2 << 30
 """Stores beyond that, 40 ms of the link, are left out: their blocks are not in host pages."""
@@ -25,6 +27,13 @@ than that and do not keep its first token waiting.
 POLL_S = 0.00002
 
 
+class Launcher(Protocol):
+    """Copies shares of host pages in one direction; `PageCopier` does."""
+
+    def launch(self, copies: PageCopies) -> Copying:
+        """Copy after all that the caller has launched, and after the copies before these."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Store:
     copying: Copying
@@ -35,7 +44,7 @@ class _Store:
 class HostLanes:
     """The copies of one rank in both directions; all but `order_stores` is for its main loop."""
 
-    def __init__(self, loads: PageCopier, stores: PageCopier, page_bytes: int) -> None:
+    def __init__(self, loads: Launcher, stores: Launcher, page_bytes: int) -> None:
         self._loader, self._storer, self._page_bytes = loads, stores, page_bytes
         self._stores: deque[_Store] = deque()
         """Oldest first; they end in order."""

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry, Split
-from kvadaptor.transfer.movers import ExchangeMover, PeerMover
+from kvadaptor.transfer.host_mover import connect
+from kvadaptor.transfer.movers import ExchangeMover, PeerMover, make_mover
 from kvadaptor.transfer.peers import allocate, map_peers
 from kvadaptor.transfer.rounds import Mover, Round
 
@@ -185,11 +186,16 @@ def move_both_ways(world: World, pages: list[int], rounds: int) -> dict[str, Any
     exchange = ExchangeMover(
         raw, GEOMETRY, world.device_group, staging_bytes=4 * (part + 4096) // 4096 * 4096
     )
-    right: dict[str, list[bool]] = {"peer": [], "exchange": []}
+    through_host, reason = connect(
+        raw, GEOMETRY, world.cpu_group, staging_bytes=8192 * max(1, world.size - 1)
+    )
+    assert through_host is not None, reason
+    right: dict[str, list[bool]] = {"peer": [], "exchange": [], "host": []}
     stats = []
     movers: dict[str, Mover] = {
         "peer": PeerMover(world.rank, mapped.memory, GEOMETRY),
         "exchange": exchange,
+        "host": through_host,
     }
     for name, mover in movers.items():
         for units in (1, 2, UNITS):
@@ -234,6 +240,14 @@ def move_often(world: World, moves: int) -> dict[str, Any]:
         "named": [line for line in regions if "/dev/shm" in line and "/sem.mp-" not in line],
         "shared": sum("memfd:aileron-kv" in line for line in regions),
     }
+
+
+def choose(world: World, peer_access: bool) -> tuple[str, str | None]:
+    """The kind of mover that this rank gets, and why it is not the fastest."""
+    raw = allocate(16 * GEOMETRY.page_bytes, world.device)
+    groups = {"cpu_group": world.cpu_group, "device_group": world.device_group}
+    mover, reason = make_mover(raw, GEOMETRY, **groups, peer_access=peer_access)
+    return type(mover).__name__, reason
 
 
 def map_with_one_private(world: World, private: int) -> str | None:

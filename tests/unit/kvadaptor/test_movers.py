@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvadaptor.geometry import Split
+from kvadaptor.transfer.host_mover import COUNTER_BYTES, HostMover, Staging
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate
 from kvadaptor.transfer.rounds import MoveError, Round, by_source
@@ -19,6 +20,7 @@ from tests.harness.vllm.mover_ranks import (
     FINEST,
     GEOMETRY,
     UNITS,
+    choose,
     content,
     expected,
     move_both_ways,
@@ -36,8 +38,9 @@ def test_all_ranks_move_at_once_either_way(pages: list[int]) -> None:
     rounds = 6
     answers = run_ranks(len(pages), move_both_ways, pages, rounds)
     for rank, answer in enumerate(answers):
-        assert answer["right"] == {"peer": [True] * rounds, "exchange": [True] * rounds}, rank
-        assert answer["sizes"][:rounds] == answer["sizes"][rounds:]
+        kinds = dict.fromkeys(("peer", "exchange", "host"), [True] * rounds)
+        assert answer["right"] == kinds, rank
+        assert answer["sizes"] == answer["sizes"][:rounds] * 3
         counts = {source: pair[0].size for source, pair in random_round(pages, 0)[rank].items()}
         local = counts.pop(rank)
         link = sum(counts.values())
@@ -151,6 +154,20 @@ def test_staging_below_one_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     mover = ExchangeMover(alone()[0], GEOMETRY, None, staging_bytes=4096)
     with pytest.raises(MoveError, match="staging are too few"):
         mover.warm(1)
+
+
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_all_ranks_get_the_fastest_mover_that_works(*, peer_access: bool) -> None:
+    wanted = ("PeerMover", None) if peer_access else ("HostMover", "cell.peer_access is off")
+    assert run_ranks(2, choose, peer_access) == [wanted] * 2
+
+
+def test_staging_of_the_host_below_one_unit_is_refused() -> None:
+    raw, _ = alone()
+    small = allocate(COUNTER_BYTES + 100, CPU)
+    staging = {rank: Staging(rank, small, 2) for rank in range(2)}
+    with pytest.raises(MoveError, match="staging are too few"):
+        HostMover(raw, GEOMETRY, 0, staging).warm(1)
 
 
 def test_a_plan_is_split_by_source() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.host import page_copies
-from kvadaptor.host.page_copies import ArrayCopier, DeviceCopier, HostCopyError, PageCopies
+from kvadaptor.host.page_copies import PageCopier, PageCopies
+from kvadaptor.transfer import boxes
+from kvadaptor.transfer.boxes import BOX_FIELDS, DeviceBoxCopier, HostCopyError
 
 GEOMETRY = PageGeometry(
     num_layers=3, num_kv_heads=4, head_dim_k=2, head_dim_v=2, dtype_bytes=2, tokens_per_slot=4
@@ -41,11 +42,11 @@ class Event:
         return True
 
 
-def copy_boxes(name: str, count: Any, boxes: Any, *_: Any) -> None:
+def copy_boxes(name: str, count: Any, listed: Any, *_: Any) -> None:
     """Do what the driver does, between any addresses of this process."""
     assert name == "cuMemcpy3DBatchAsync"
-    raw = ctypes.string_at(boxes.value, count.value * page_copies._BOX.itemsize)
-    for box in np.frombuffer(raw, page_copies._BOX):
+    raw = ctypes.string_at(listed.value, count.value * BOX_FIELDS.itemsize)
+    for box in np.frombuffer(raw, BOX_FIELDS):
         assert (box["source_kind"], box["target_kind"], box["rows"]) == (1, 1, 1)
         for layer in range(int(box["layers"])):
             source, target = (
@@ -53,7 +54,7 @@ def copy_boxes(name: str, count: Any, boxes: Any, *_: Any) -> None:
                 + layer * int(box[f"{side}_pitch"]) * int(box[f"{side}_height"])
                 for side in ("source", "target")
             )
-            ctypes.memmove(target, source, int(box["width"]))
+            ctypes.memmove(target, source, int(box["run"]))
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    monkeypatch.setattr(page_copies, "call_driver", copy_boxes)
+    monkeypatch.setattr(boxes, "call_driver", copy_boxes)
 
 
 class Memory:
@@ -73,13 +74,11 @@ class Memory:
         self.kv = torch.from_numpy(draw.integers(-128, 127, PAGES * size, dtype=np.int8))
         self.host = draw.integers(0, 255, HOST_PAGES * size, dtype=np.uint8)
 
-    def by_array(self, *, loads: bool) -> ArrayCopier:
-        layers, size = GEOMETRY.num_layers, GEOMETRY.layer_page_bytes
-        kv = self.kv.numpy().view(np.uint8).reshape(layers, -1)
-        return ArrayCopier(self.host.reshape(-1, layers, size), kv, GEOMETRY, loads=loads)
-
-    def by_device(self, *, loads: bool) -> DeviceCopier:
-        return DeviceCopier(self.host.ctypes.data, self.kv, GEOMETRY, loads=loads)
+    def copier(self, *, loads: bool, on_device: bool = False) -> PageCopier:
+        made = PageCopier(self.host.ctypes.data, self.kv, GEOMETRY, loads=loads)
+        if on_device:
+            made._on_device, made._copier = True, DeviceBoxCopier(torch.device("cuda", 0))
+        return made
 
 
 @pytest.mark.usefixtures("device")
@@ -94,8 +93,8 @@ class Memory:
 )
 def test_the_copy_engine_moves_the_bytes_that_arrays_do(*, loads: bool, copies: PageCopies) -> None:
     one, other = Memory(), Memory()
-    assert one.by_array(loads=loads).launch(copies).is_over()
-    copying = other.by_device(loads=loads).launch(copies)
+    assert one.copier(loads=loads).launch(copies).is_over()
+    copying = other.copier(loads=loads, on_device=True).launch(copies)
     assert copying.is_over()
     copying.order()
     assert torch.equal(one.kv, other.kv)
@@ -107,12 +106,12 @@ def test_the_copy_engine_moves_the_bytes_that_arrays_do(*, loads: bool, copies: 
 def test_a_share_is_the_same_heads_in_every_width() -> None:
     """What dp has stored is what each member of a wide group loads, head by head."""
     memory = Memory()
-    memory.by_array(loads=False).launch(PageCopies(1, 0, [2], [3]))
+    memory.copier(loads=False).launch(PageCopies(1, 0, [2], [3]))
     size = GEOMETRY.layer_page_bytes
     wanted = memory.kv.numpy().view(np.uint8).reshape(GEOMETRY.num_layers, -1, size)[:, 2].copy()
     halves = []
     for share in range(2):
-        memory.by_array(loads=True).launch(PageCopies(2, share, [8], [3]))
+        memory.copier(loads=True).launch(PageCopies(2, share, [8], [3]))
         own = memory.kv.numpy().view(np.uint8).reshape(GEOMETRY.num_layers, -1, size // 2)
         halves.append(own[:, 8].copy())
     assert np.array_equal(np.concatenate(halves, axis=1), wanted)
@@ -121,6 +120,6 @@ def test_a_share_is_the_same_heads_in_every_width() -> None:
 @pytest.mark.usefixtures("device")
 def test_the_driver_s_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse: Callable[..., str] = lambda *_: "CUDA_ERROR_NO"  # noqa: E731
-    monkeypatch.setattr(page_copies, "call_driver", refuse)
+    monkeypatch.setattr(boxes, "call_driver", refuse)
     with pytest.raises(HostCopyError, match=r"CUDA_ERROR_NO.*--host-kv 0"):
-        Memory().by_device(loads=True).launch(PageCopies(1, 0, [1], [1]))
+        Memory().copier(loads=True, on_device=True).launch(PageCopies(1, 0, [1], [1]))
