@@ -62,6 +62,8 @@ class RankSpec:
     """
     floor_goal_s: float | None = None
     """The longest step, in seconds, that loans alone should take; None if no tier has a goal."""
+    peer_access: bool = True
+    """Whether devices may read each other's memory."""
     ranks_per_device: int = 1
     joins: bool = False
     """Whether the others already serve; the rank then replaces a lost process in their memory."""
@@ -134,6 +136,7 @@ def rank_spec(
         borrow=config.cell.borrow if config.borrows else "none",
         whole_layers=whole[rank] if isinstance(whole, tuple) else whole,
         floor_goal_s=floor_goal_s(config.slo),
+        peer_access=config.cell.peer_access == "auto",
         ranks_per_device=config.cell.ranks_per_device,
         joins=cohort.joins,
     )

@@ -24,6 +24,7 @@ from coordinator.protocol.secret_text import SecretSetting, read_secret_file
 from coordinator.protocol.settings_file import read_settings
 from coordinator.protocol.tls_config import CellTlsConfig, check_pair
 from coordinator.protocol.tracing_config import TracingConfig
+from coordinator.protocol.yaml_words import AutoOff, OnOff
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the shared secret of a cell's processes."""
@@ -94,6 +95,10 @@ class CellConfig(_Frozen):
     """Host memory, in GiB, for KV pages that all ranks share: prompts that were computed before,
     tasks that were preempted, and those of lost ranks are read from it instead of computed again.
     0 has none."""
+    peer_access: AutoOff = "auto"
+    """Whether GPUs read each other's memory. With `off` none does, neither in moves of KV nor in
+    collectives, as in a machine without NVLink and peer-to-peer access over PCIe; then no rank can
+    borrow weights."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """Numbers of parts into which a large sp step may split its exchange, to overlap it with
     products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
@@ -152,7 +157,7 @@ class CoordinatorConfig(_Frozen):
     """Tasks that have waited this long get one placement in eight before more urgent ones."""
     default_carry: Literal["reshard", "pause", "drain", "recompute", "speculate"] = "reshard"
     """Carry plan of a switch that names none."""
-    precopy: Literal["on", "off"] = "off"
+    precopy: OnOff = "off"
     """Whether ranks copy full KV blocks of running tasks before a `reshard` switch stops their
     groups, so that less is left for the switch."""
     drain_limit_ms: int = Field(default=60_000, ge=0)
@@ -282,6 +287,7 @@ class Config(_Frozen):
         run_checks(
             self._check_leases,
             self._check_parts,
+            self._check_peer_access,
             self.mixed_groups,
             self.pipeline_groups,
             self._check_groups,
@@ -324,6 +330,13 @@ class Config(_Frozen):
                 f"gateway.host {self.gateway.host} can be reached from other machines: set "
                 "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or set "
                 "gateway.insecure_no_auth: true (--insecure-no-auth)."
+            )
+
+    def _check_peer_access(self) -> None:
+        if self.cell.peer_access == "off" and self.borrows:
+            raise ValueError(
+                "cell.peer_access is off, so ranks cannot read layers from each other: set "
+                "cell.borrow to none (--borrow none), or leave out peer_access."
             )
 
     def _check_parts(self) -> None:

@@ -72,9 +72,17 @@ def _register_platform() -> None:
 
 
 def prepare_process(
-    base: VllmConfig, rank: int, threads: int, ranks_per_device: int = 1
+    base: VllmConfig,
+    rank: int,
+    threads: int,
+    ranks_per_device: int = 1,
+    *,
+    peer_access: bool = True,
 ) -> torch.device:
-    """Do what vLLM's worker wrapper does before it builds a worker; return the device."""
+    """Do what vLLM's worker wrapper does before it builds a worker; return the device.
+
+    Without `peer_access`, no collective maps the memory of another device.
+    """
     is_cpu = current_platform.is_cpu()
     if is_cpu:
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
@@ -93,6 +101,10 @@ def prepare_process(
 
         for name, value in {**NCCL_SETTINGS, **TORCH_SETTINGS}.items():
             os.environ.setdefault(name, str(value))
+        if not peer_access:
+            # Custom all-reduce maps the memory of peers, which NCCL's variable does not stop.
+            base.parallel_config.disable_custom_all_reduce = True
+            os.environ["NCCL_P2P_DISABLE"] = "1"
         if ranks_per_device > 1:
             _share_device()
         # FlashInfer has one workspace per process, but a rank has several groups.

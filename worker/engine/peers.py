@@ -84,7 +84,9 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
     return mailboxes, PeerMover(rank, raws, kv.geometry)
 
 
-def open_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
+def open_peers(
+    rank: Rank, first: Rank, world: int, kv: KVBuffer, *, peer_access: bool = True
+) -> Peers:
     """Open the mailboxes and KV of the `world` ranks from `first` on, which started together.
 
     A collective of them. The mover numbers ranks from `first`.
@@ -97,10 +99,11 @@ def open_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
         kv.geometry,
         cpu_group=of_world.cpu_group,
         device_group=of_world.device_group,
+        peer_access=peer_access,
     )
     if refusal is not None:
         log.warning(
-            "kv_not_mapped", reason=refusal, instead="KV is sent through NCCL, at 2/3 of the speed"
+            "kv_not_mapped", reason=refusal, instead=f"{type(mover).__name__}, through the host"
         )
     return mailboxes, mover
 

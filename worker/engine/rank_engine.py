@@ -78,7 +78,9 @@ class RankEngine:
     def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
         self.spec = spec
         self.base = base
-        self.device = prepare_process(base, spec.rank, spec.threads, spec.ranks_per_device)
+        self.device = prepare_process(
+            base, spec.rank, spec.threads, spec.ranks_per_device, peer_access=spec.peer_access
+        )
         notes = MemoryNotes(self.device)
         self._token = torch.zeros(64, device=self.device)
         widths = communicator_widths(spec)
@@ -215,7 +217,9 @@ class RankEngine:
         if spec.memory is not None:
             mailboxes, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
         else:
-            mailboxes, mover = open_peers(spec.rank, spec.first, spec.world, self.kv)
+            mailboxes, mover = open_peers(
+                spec.rank, spec.first, spec.world, self.kv, peer_access=spec.peer_access
+            )
         for width in spec.widths:
             if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not migrate.
                 mover.warm(width)

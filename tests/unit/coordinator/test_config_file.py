@@ -177,3 +177,16 @@ async def test_a_run_follows_the_user_s_file(
     following.cancel()
     start_following(None, target)
     assert read_origin(target) is None
+
+
+def test_words_that_yaml_takes_for_truth_values_are_words(path: Path) -> None:
+    path.write_text("model: {path: m}\ncell: {peer_access: off}\ncoordinator: {precopy: on}\n")
+    found = load_config(path)
+    assert (found.cell.peer_access, found.coordinator.precopy) == ("off", "on")
+
+
+def test_without_peer_access_no_rank_borrows() -> None:
+    parts = {"ranks": 2, "weight_parts": 2, "layout": "tp2", "peer_access": "off"}
+    assert not config(cell={**parts, "borrow": "none"}).borrows
+    with pytest.raises(ConfigError, match=r"peer_access is off.*--borrow none"):
+        config(cell={**parts, "borrow": "ffn"})
