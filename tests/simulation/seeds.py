@@ -70,6 +70,7 @@ FOUND = (
     Found(10_390, PIPELINES, "a task is alone in a group of four stages"),
     Found(86, CALM, "an operator gives a switch that is under way another plan"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
+    Found(238, WIDE, "a task ends between the commit of its migration and the join that follows"),
     Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
 )
 

@@ -140,6 +140,14 @@ class Leases:
         self._moved_in[key] = tuple(indices.tolist())
         self._applied[key] = (binding.formation, -1)
 
+    def is_prepared(self, group: Group) -> bool:
+        """Whether a migration has leased pages to this group, which begins next.
+
+        All members begin with these pages, whatever tasks hold by then. On each they lie in an
+        order of its own, so the leader's scheduler must not forget that they belong together.
+        """
+        return group.lease_key in self._moved_in
+
     def not_joined(self) -> None:
         """Drop the preparation for a group that is not joined; its leader retains pages."""
         self._moved_in.clear()
@@ -149,13 +157,14 @@ class Leases:
     ) -> LeaseIndices:
         """Lease pages for the joined group (dp: own them) besides these; return all that it has."""
         pool, group = self._runtime.engine.pages, binding.group
+        moved_in = self._moved_in.pop(group.lease_key, ())
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
             self._publish(mode, binding)
             return pool.own_pages()
         assert mode.table is not None
         self.end_rescue(group.lease_key)
-        indices = (*indices, *self._moved_in.pop(group.lease_key, ()))
+        indices = (*indices, *moved_in)
         is_held = set(indices) <= set(pool.lease_indices(group.lease_key).tolist())
         assert is_held, "tasks hold pages that this rank has given up."
         self.keep_only(group.lease_key, indices)

@@ -278,7 +278,7 @@ class GroupRuntime:
             self._withdraw_if_parked(group)
 
     def _withdraw_if_parked(self, group: Group) -> None:
-        if self.bound_key != group.lease_key:
+        if self.bound_key != group.lease_key and not self.leases.is_prepared(group):
             self.leases.withdraw(group)
 
     def _give_back(

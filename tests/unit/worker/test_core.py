@@ -308,6 +308,36 @@ def test_a_drop_during_a_move_waits_for_its_end() -> None:
     assert (of_a.task, of_a.cause) == (TaskId("a"), EndCause.CANCELLED)
 
 
+def test_what_a_migration_fills_stays_together_if_a_task_ends_before_its_group_is_joined() -> None:
+    """On the rank that had the task, the pages of these lease indices are in another order."""
+    cell = CoreCell("dp2", pages=9)
+    cell.place_task("a", 1, prompt=range(90))
+    cell.turn(3)
+    cell.retarget("tp2")
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+    cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
+    leader = cell.ranks[0]
+    leader.hear(drop("a", 2))
+    cell.moved = cell.epoch
+    for phase in (Phase.SWAP, Phase.SERVE):
+        cell.ask(cell.wanted(phase, Carry.RESHARD))
+    assert [each.task for each in ended(leader)] == ["a"]
+    cell.place_task("b")
+    cell.turn(3)
+    cell.form("dp2", Carry.PAUSE)
+    for name in "cd":  # They take every page that is free.
+        cell.place_task(name, 1, prompt=range(200, 290))
+    cell.turn(3)
+    retained = leader.reports[-1].retentions
+    cell.retarget("tp2")
+    for phase in (Phase.PARK, Phase.SWAP, Phase.SERVE):
+        cell.ask(cell.wanted(phase, Carry.PAUSE, retentions=retained))
+    cell.turn(2 * TOKENS)
+    prompt = cell.prompts["b"]
+    wanted = [token_at(prompt, len(prompt) + number) for number in range(TOKENS)]
+    assert cell.streams["b"] == wanted
+
+
 def test_a_move_that_another_layout_overtakes_stays_undecided() -> None:
     cell = CoreCell("dp2")
     cell.place_task("a")
