@@ -12,6 +12,8 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive, RankDown, Stop, TokenBatch
 from coordinator.protocol.switch_actions import Join, Leave, Move, Reshard, Resolve, Serve
 from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.terms import Binding
+from kvadaptor.slot_table import UNMAPPED
 from kvadaptor.transfer.rounds import MoveError
 from tests.harness.worker.fake_kv import FakeKV
 from tests.simulation.checkers import Violation, check, check_nothing_waits
@@ -313,6 +315,8 @@ class SimRank:
         if isinstance(effect, Leave | ForgetSteps):
             is_free = not self.runtime.steps.has_planned
             check(is_free, f"rank {self.rank} has steps of a group that it has given up")
+        if isinstance(effect, Serve):
+            self._check_bundles(effect.binding)
         if isinstance(effect, Reshard) and not isinstance(result, Overtaken):
             self._copied = effect.directive, self.world.now
             migration = self.runtime.migration
@@ -321,6 +325,17 @@ class SimRank:
             self.world.stats.precopied += sum(each.slots.size for each in early)
             incoming = migration._pending.incoming if migration._pending is not None else ()
             self.world.stats.built_early += sum(is_built_early(each.request) for each in incoming)
+
+    def _check_bundles(self, binding: Binding) -> None:
+        """Check that a leader retains together what a migration has filled: see ADR 0015."""
+        group = binding.group
+        mode = self.engine.of_width(group.width, group.stages)
+        if mode.table is None or mode.scheduler is None:
+            return
+        leased = self.engine.pages.lease_indices(group.lease_key)
+        mixed = set(leased[mode.table._page[leased] == UNMAPPED].tolist())
+        apart = mixed.difference(*mode.scheduler._bundles)
+        check(not apart, f"rank {self.rank} may free some alone of {apart} in {binding}")
 
     def _resolves(self, resolve: Resolve) -> None:
         stats, migration = self.world.stats, self.runtime.migration
