@@ -322,6 +322,7 @@ class Run:
             engine_args=as_arguments(self._engine),
             settings={
                 "exchange_parts": SLOW_LINK_PARTS if setup.has_slow_link else (1,),
+                "peer_access": "off" if setup.has_slow_link else "auto",
                 **setup.weights,
             },
         ) as cell:

@@ -76,7 +76,6 @@ def prepare_process(
     rank: int,
     threads: int,
     ranks_per_device: int = 1,
-    *,
     peer_access: bool = True,
 ) -> torch.device:
     """Do what vLLM's worker wrapper does before it builds a worker; return the device.

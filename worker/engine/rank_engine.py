@@ -72,15 +72,18 @@ def _keys_of(spec: RankSpec) -> tuple[ModeKey, ...]:
     return (*plain, *(ModeKey(Mode.PP, each.width) for each in pipelines))
 
 
+def _of_process(spec: RankSpec) -> tuple[int, int, int, bool]:
+    """Return what `prepare_process` reads of a spec."""
+    return spec.rank, spec.threads, spec.ranks_per_device, spec.peer_access
+
+
 class RankEngine:
     """A rank's replica, KV buffer, page accounting and prepared modes."""
 
     def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
         self.spec = spec
         self.base = base
-        self.device = prepare_process(
-            base, spec.rank, spec.threads, spec.ranks_per_device, peer_access=spec.peer_access
-        )
+        self.device = prepare_process(base, *_of_process(spec))
         notes = MemoryNotes(self.device)
         self._token = torch.zeros(64, device=self.device)
         widths = communicator_widths(spec)
