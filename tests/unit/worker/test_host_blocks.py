@@ -289,6 +289,20 @@ def test_the_last_blocks_of_an_ended_task_are_stored(status: RequestStatus) -> N
     assert group.step() is None
 
 
+def test_a_preempted_task_computes_no_full_block_again() -> None:
+    group = Group(is_aside=True)
+    task = group.task(8)
+    assert group.step(task=8) is None
+    task.num_computed_tokens = 8
+    group.hooks.preempted(task)
+    task.num_computed_tokens = 0
+    step = given(group, 100)
+    assert step is not None
+    assert (step.store_blocks, step.frees_stores) == ([100, 101], True)
+    written(group, step)
+    assert group.hooks.get_num_new_matched_tokens(group.task(9, "task"), 0) == (8, False)
+
+
 def test_a_step_waits_for_stores_of_blocks_that_it_writes() -> None:
     group = Group(is_aside=True)
     task = group.task(8)

@@ -101,6 +101,9 @@ class BlockStores(Protocol):
     def ended(self, request: Request) -> None:
         """Forget a task; it still has its blocks."""
 
+    def loses_blocks(self, request: Request) -> None:
+        """Store what a task's last step has filled: the task is about to lose its blocks."""
+
     def forget_steps(self) -> None:
         """Forget the stores that no step has begun: the group is left."""
 

@@ -187,6 +187,11 @@ class BlockConnector:
             self._stores.ended(request)
         return False, None
 
+    def preempted(self, request: Request) -> None:
+        """Store what a task has filled that is about to lose its blocks."""
+        if self._stores is not None:
+            self._stores.loses_blocks(request)
+
     def step_is_over(self, step: BlockCopies) -> set[int]:
         """Let go what a finished step has loaded; return the blocks whose content is void."""
         if not step.loads:

@@ -75,7 +75,7 @@ class HostBlocks:
         self._used: dict[str, list[int]] = {}
         """The pages that each task has filled or loaded."""
         self._last: list[tuple[bytes, int]] = []
-        """Hashes and blocks of ended tasks that were full with their last step."""
+        """Hashes and blocks of tasks that lost them, which were full with their last step."""
         self._orders: deque[_Order] = deque()
         """Stores beside steps that some member may not have copied yet, oldest first."""
 
@@ -205,10 +205,16 @@ class HostBlocks:
 
     def ended(self, request: Request) -> None:
         """Forget a task; its pages stay until others need them."""
+        if request.status in _ENDED:
+            self.loses_blocks(request)
+        self._stored.pop(request.request_id, None)
+        self._directory.remove_users(self._used.pop(request.request_id, ()))
+
+    def loses_blocks(self, request: Request) -> None:
+        """Store what a task's last step has filled: the task is about to lose its blocks."""
         name = request.request_id
         first = self._stored.pop(name, 0)
-        self._directory.remove_users(self._used.pop(name, ()))
-        if self._rules.is_aside and request.status in _ENDED:
+        if self._rules.is_aside:
             blocks, full = self._scheduler._blocks_of(name), self._full(request, 0)
             keys = request.block_hashes[first:full]
             self._last += zip(keys, blocks[first:full], strict=True)

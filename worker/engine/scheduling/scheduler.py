@@ -121,6 +121,8 @@ class ModeScheduler(Scheduler):
         """Skip vLLM's statistics per step: a rank reports totals."""
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self.blocks is not None:
+            self.blocks.preempted(request)
         super()._preempt_request(request, *args, **kwargs)
         self._counts.preemptions += 1
 
