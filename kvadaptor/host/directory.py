@@ -65,6 +65,8 @@ class HostDirectory:
         self._users: dict[int, int] = {}
         """How many running tasks have each page of the rank's own."""
         self._own = layout.pages_of(rank)
+        self._entries = [layout.entry_word(page) for page in range(layout.pages)]
+        self._pins = [layout.pins_at(each) for each in range(layout.ranks)]
         at = layout.pins_at(rank)
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
@@ -110,7 +112,7 @@ class HostDirectory:
 
     def pin(self, page: int, key: bytes) -> bool:
         """Keep a complete page of this hash from eviction; return False if it is one no more."""
-        at = self.layout.pins_at(self.rank) + page
+        at = self._pins[self.rank] + page
         if self._bytes[at] == _PINS_MAX:
             return False
         self._bytes[at] += 1
@@ -126,7 +128,7 @@ class HostDirectory:
 
     def unpin(self, pages: Iterable[int]) -> None:
         """Let pages go that were pinned."""
-        first = self.layout.pins_at(self.rank)
+        first = self._pins[self.rank]
         for page in pages:
             self._bytes[first + page] -= 1
 
@@ -144,13 +146,11 @@ class HostDirectory:
         page = self._free_page(now_s)
         if page is None:
             return None
-        word = self.layout.entry_word(page)
+        word = self._entries[page]
         words = self._words
         words[word + _SHARES] = shares
-        padded = _padded(key)
-        for number in range(4):
-            part = padded[WORD_BYTES * number : WORD_BYTES * (number + 1)]
-            words[word + _HASH + number] = int.from_bytes(part, "little")
+        at = WORD_BYTES * (word + _HASH)
+        self._bytes[at : at + HASH_BYTES] = _padded(key)
         words[word + _COMPLETE] = words[word + _COMPLETE + 1] = 0
         with FENCE:
             words[word + _GENERATION] += 1
@@ -167,7 +167,7 @@ class HostDirectory:
 
     def tag(self, page: int) -> int:
         """Return the tag with which members mark their shares of the page."""
-        return _tag(self._words[self.layout.entry_word(page) + _GENERATION])
+        return _tag(self._words[self._entries[page] + _GENERATION])
 
     def is_written(self, page: int, tag: int) -> bool:
         """Return whether all members have marked their shares of a page with this tag.
@@ -240,12 +240,12 @@ class HostDirectory:
         return None
 
     def _take(self, page: int) -> bool:
-        word = self.layout.entry_word(page)
+        word = self._entries[page]
         generation = self._words[word + _GENERATION]
         self._words[word + _GENERATION] = generation + 1
         with FENCE:
             pass
-        if any(self._bytes[self.layout.pins_at(rank) + page] for rank in range(self.layout.ranks)):
+        if any(self._bytes[first + page] for first in self._pins):
             # A reader that looked meanwhile finds an odd generation and looks elsewhere.
             self._words[word + _GENERATION] = generation
             return False
@@ -254,7 +254,7 @@ class HostDirectory:
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
         for page in self.layout.pages_of(self.rank):
-            word = self.layout.entry_word(page)
+            word = self._entries[page]
             generation = self._words[word + _GENERATION]
             if generation % 2:
                 # It ended while it changed this entry, so nobody has written to the page since.
@@ -279,7 +279,7 @@ class HostDirectory:
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
         for page in self.layout.pages_of(rank):
-            if self._words[self.layout.entry_word(page) + _SHARES] or page in self._hashes:
+            if self._words[self._entries[page] + _SHARES] or page in self._hashes:
                 self._index(page)
 
     def _index(self, page: int) -> None:
@@ -307,7 +307,7 @@ class HostDirectory:
 
     def _hash_of(self, page: int) -> bytes | None:
         """Return the hash in a page's entry; None if it has none or changes right now."""
-        word = self.layout.entry_word(page)
+        word = self._entries[page]
         generation = self._words[word + _GENERATION]
         if generation % 2 or not self._words[word + _SHARES]:
             return None
@@ -316,7 +316,7 @@ class HostDirectory:
         return key if self._words[word + _GENERATION] == generation else None
 
     def _is_complete(self, page: int) -> bool:
-        word = self.layout.entry_word(page)
+        word = self._entries[page]
         generation, shares = self._words[word + _GENERATION], self._words[word + _SHARES]
         if generation % 2 or not shares:
             return False
@@ -324,7 +324,7 @@ class HostDirectory:
         return bytes(self._bytes[at : at + shares]) == bytes([_tag(generation)]) * shares
 
     def _complete_at(self, page: int) -> int:
-        return WORD_BYTES * (self.layout.entry_word(page) + _COMPLETE)
+        return WORD_BYTES * (self._entries[page] + _COMPLETE)
 
 
 _TRIES = 64
