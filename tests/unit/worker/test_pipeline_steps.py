@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from comm_pool.cpu.step_ring import SLOTS
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import Staged
@@ -14,6 +15,7 @@ from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank, binding_of
 from tests.harness.worker.fake_scheduler import FakePlan, FakeScheduler, token_at
 from worker.io.step_queue import LeaveGroup, QueueMessage, Step
+from worker.rank.steps import PLANNED_MAX
 
 PIPELINES = (Staged(2, 1), Staged(4, 1))
 PAIR = binding_of(0, 2, 4, stages=2)
@@ -267,3 +269,8 @@ def test_a_paused_pipeline_group_has_a_lease_of_its_own(carry: Carry) -> None:
         leased = each.engine.pages.counts().leased
         assert (leased.get(key, 0) > 0) == (carry is Carry.PAUSE)
         assert leased[other] > 0
+
+
+def test_the_steps_of_all_stages_leave_room_in_the_step_queue() -> None:
+    """For a grant, or the leave message: a leader that waits for room waits for its followers."""
+    assert PLANNED_MAX + 2 <= SLOTS
