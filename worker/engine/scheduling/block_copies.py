@@ -1,6 +1,6 @@
 """vLLM adapter: what a step copies into and out of its tasks' blocks, and from where to where."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,11 +90,13 @@ class BlockStores(Protocol):
         self,
         step: BlockCopies,
         tokens: dict[str, int],
+        begun: Container[str],
         now_s: float,
         written: Callable[[], Iterable[int]],
     ) -> None:
         """Let a step, which computes these tokens of its tasks, store what they fill.
 
+        The `begun` of these tasks were not in the step before.
         `written` returns the blocks that the step gives to tasks or loads.
         """
 

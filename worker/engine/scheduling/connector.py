@@ -171,7 +171,8 @@ class BlockConnector:
         if self._stores is not None and not step.lost_blocks:
             # What lost groups give counts only after the step; the next one stores it.
             written = partial(_written, scheduler_output, step)
-            self._stores.plan(step, scheduler_output.num_scheduled_tokens, now_s, written)
+            tokens, begun = scheduler_output.num_scheduled_tokens, _begun(scheduler_output)
+            self._stores.plan(step, tokens, begun, now_s, written)
         if step.loads:
             self._loading.append((step, taken, into))
         return None if step.is_empty else step
@@ -282,6 +283,12 @@ class BlockConnector:
 def _let_go(places: Taken) -> None:
     for source, place in places:
         source.let_go((place,))
+
+
+def _begun(output: SchedulerOutput) -> set[str]:
+    """Return the tasks that begin with a step, or go on with it after they were preempted."""
+    new = {each.req_id for each in output.scheduled_new_reqs}
+    return new | output.scheduled_cached_reqs.resumed_req_ids
 
 
 def _written(output: SchedulerOutput, step: BlockCopies) -> Iterator[int]:

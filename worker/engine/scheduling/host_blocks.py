@@ -1,7 +1,7 @@
 """A scheduler's blocks in host pages: which its tasks load, and which it stores."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,13 +124,15 @@ class HostBlocks:
         self,
         step: BlockCopies,
         tokens: dict[str, int],
+        begun: Container[str],
         now_s: float,
         written: Callable[[], Iterable[int]],
     ) -> None:
         """Let a step, which computes these tokens of its tasks, store what they fill.
 
         `written` returns the blocks that the step gives to tasks or loads. Where stores run beside
-        steps, this one stores what the steps before it have filled.
+        steps, this one stores what the steps before it have filled. Tasks that have `begun` with it
+        wait for the next one: vLLM lets them hit blocks that others fill in this very step.
         """
         self._directory.settle()
         is_aside = self._rules.is_aside
@@ -142,6 +144,8 @@ class HostBlocks:
         for key, block in last[:looks]:
             self._store(step, key, block, now_s)
         for name, count in tokens.items():
+            if is_aside and name in begun:
+                continue
             looks -= self._plan_task(step, name, 0 if is_aside else count, now_s, looks)
         if is_aside:
             self._guard(step, written)
