@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -40,8 +41,10 @@ class Group:
         pages = HostBlocks(self.scheduler, directory, Counts(), rules)
         self.scheduler.use_connector(BlockConnector(self.scheduler, (pages,), pages))
 
-    def add(self, name: str, prompt: list[int]) -> None:
-        self.scheduler.add_task(fresh(name, prompt, self._hasher), [])
+    def add(self, name: str, prompt: list[int], tokens: int = 50) -> None:
+        request = fresh(name, prompt, self._hasher)
+        request.max_tokens = tokens
+        self.scheduler.add_task(request, [])
 
     def plan(self) -> tuple[StepPlan, list[int]]:
         """The next step, and the blocks that it stores."""
@@ -68,3 +71,31 @@ def test_blocks_that_a_step_fills_for_two_tasks_are_stored_after_it(group: Group
     plan, stored = group.plan()
     assert stored == ids(group.scheduler, "a")[:1]
     finish(group.scheduler, plan)
+
+
+def test_the_last_block_of_an_ended_task_is_stored(group: Group) -> None:
+    group.add("a", PROMPT, tokens=1)
+    plan, _ = group.plan()
+    blocks = ids(group.scheduler, "a")
+    finish(group.scheduler, plan)
+    assert group.plan()[1] == blocks[:1]
+
+
+def test_nothing_is_stored_of_a_task_that_ends_after_its_group_is_left(group: Group) -> None:
+    """Its step was in flight. Until the group begins again, others may have used its blocks."""
+    group.add("a", PROMPT, tokens=1)
+    plan, _ = group.plan()
+    assert group.scheduler.blocks is not None
+    group.scheduler.blocks.stop()
+    group.scheduler.withdraw()
+    finish(group.scheduler, plan)
+    group.scheduler.withdraw()
+    group.scheduler.grant(np.array([1, 2, 3]))
+    assert not group.plan()[1]
+
+
+def test_nothing_is_stored_from_pages_that_are_set_aside_for_early_copies(group: Group) -> None:
+    group.add("a", PROMPT, tokens=1)
+    finish(group.scheduler, group.plan()[0])
+    assert group.scheduler.set_aside(3).size == 3
+    assert not group.plan()[1]

@@ -106,6 +106,9 @@ class BlockStores(Protocol):
     def loses_blocks(self, request: Request) -> None:
         """Store what a task's last step has filled: the task is about to lose its blocks."""
 
+    def forget_ended(self) -> None:
+        """Store nothing of ended tasks that no step has begun to store."""
+
     def forget_steps(self) -> None:
         """Forget the stores that no step has begun: the group is left."""
 

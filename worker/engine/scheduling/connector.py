@@ -223,6 +223,11 @@ class BlockConnector:
             _let_go(taken)
         self._loading.clear()
 
+    def forget_ended(self) -> None:
+        """Store nothing more of ended tasks: others than this scheduler get their blocks."""
+        if self._stores is not None:
+            self._stores.forget_ended()
+
     def stop(self) -> None:
         """Give up loads ahead and stores to come: the group is left, its copies were stopped."""
         if self._ahead is not None:

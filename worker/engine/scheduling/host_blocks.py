@@ -223,6 +223,10 @@ class HostBlocks:
             keys = request.block_hashes[first:full]
             self._last += zip(keys, blocks[first:full], strict=True)
 
+    def forget_ended(self) -> None:
+        """Forget what ended tasks have filled last: others may write to their blocks now."""
+        self._last.clear()
+
     def forget_steps(self) -> None:
         """Forget the stores that no step has begun: the group is left."""
         self._last.clear()

@@ -417,10 +417,15 @@ class ModeScheduler(Scheduler):
         """Bind: allow allocation from the pages of these lease indices."""
         self.tidy()
         self.look_ahead(0)
+        if self.blocks is not None:
+            # A step that ended after the group was left may have ended tasks.
+            self.blocks.forget_ended()
         self.grants.grant(indices)
 
     def set_aside(self, pages: int) -> npt.NDArray[np.int64]:
         """Keep this many free lease indices from tasks; return all that are set aside."""
+        if self.blocks is not None:
+            self.blocks.forget_ended()
         return self.grants.set_aside(pages)
 
     def give_back(self) -> None:
