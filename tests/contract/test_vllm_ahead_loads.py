@@ -200,6 +200,37 @@ def test_what_was_loaded_for_an_ended_task_can_be_hit(group: Group) -> None:
     assert step(group.scheduler) == {"b": 4}
 
 
+def test_pages_are_kept_until_a_step_of_all_members_has_waited(group: Group) -> None:
+    """The leader alone ends a step that computes nothing: others may still copy from the pages."""
+    begin(group)
+    group.scheduler.take_back(["a"])
+    group.pages.over.add(0)
+    plan, copies = group.plan()
+    assert plan.is_empty
+    finish(group.scheduler, plan)
+    assert copies is None
+    assert len(group.pages.kept) == 3
+    group.add("b", OTHER)
+    plan, copies = group.plan()
+    assert copies is not None
+    assert copies.awaits == [0]
+    finish(group.scheduler, plan)
+    assert not group.pages.kept
+
+
+def test_what_no_step_has_waited_for_is_not_hit_later(group: Group) -> None:
+    begin(group)
+    group.scheduler.take_back(["a"])
+    group.pages.over.add(0)
+    step(group.scheduler)
+    group.hooks.stop()
+    assert not group.pages.kept
+    assert group.scheduler.blocks_free == group.free
+    group.pages.is_empty = True
+    group.add("b", PROMPT)
+    assert step(group.scheduler) == {"b": 96}
+
+
 def test_a_group_that_is_left_gives_all_up(group: Group) -> None:
     begin(group)
     group.hooks.stop()

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from worker.engine.scheduling.block_copies import BlockCopies, Taken
-from worker.engine.scheduling.handover import CACHE_GROUP
+from worker.engine.scheduling.handover import CACHE_GROUP, forget_hashes
 
 IDLE_S = 0.0005
 """How long an empty step waits for a load, so that a group without other tasks plans few."""
@@ -153,7 +153,7 @@ class AheadLoads:
             self._pool._insert_block_hash(cached, block, num_tokens=tokens)
 
     def await_arrived(self, step: BlockCopies) -> tuple[Taken, list[int]]:
-        """Let a step wait for what has arrived on this rank.
+        """Let a step, which computes something, wait for what has arrived on this rank.
 
         Returns what the loads read, to be kept until the step is over, and their blocks.
         """
@@ -183,6 +183,8 @@ class AheadLoads:
             if not load.is_loaded:
                 yield load.places
         for load in self._arrived:
+            # Other members may still copy, and nothing keeps the pages from now on.
+            forget_hashes(self._pool, [block.block_id for block in load.blocks])
             yield load.places
         self._loads.clear()
         self._unwanted.clear()

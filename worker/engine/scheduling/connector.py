@@ -165,7 +165,8 @@ class BlockConnector:
         for name in [name for name, offer in self._offers.items() if now_s > offer.ends_s]:
             self._withdraw(name)
         into = [*step.load_blocks, *step.lost_blocks]
-        if self._ahead is not None:
+        if self._ahead is not None and scheduler_output.total_num_scheduled_tokens:
+            # The end of a step that computes nothing does not tell that members have their loads.
             places, blocks = self._ahead.await_arrived(step)
             taken, into = [*taken, *places], [*into, *blocks]
         if self._stores is not None and not step.lost_blocks:
