@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.distributed.device_communicators import custom_all_reduce
+from vllm.distributed.device_communicators import cuda_communicator, custom_all_reduce
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 
@@ -90,3 +91,22 @@ def test_ranks_that_share_a_device_use_custom_all_reduce_where_all_devices_reach
     made = inspect.getsource(custom_all_reduce.CustomAllreduce.__init__)
     assert "not _can_p2p(rank, world_size)" in made
     assert "current_platform.is_fully_connected(physical_device_ids)" in made
+
+
+def test_without_peer_access_no_collective_of_vllm_maps_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("SYMM_MEM", "FLASHINFER", "FLASHINFER_PCIE_IPC")
+    variables = [f"VLLM_ALLREDUCE_USE_{name}" for name in names]
+    for name in ("NCCL_P2P_DISABLE", *variables):
+        monkeypatch.setenv(name, "not set")
+    base = replica_config(check_config({"model": {"path": str(MODEL)}}))
+    base.parallel_config.disable_custom_all_reduce = False
+    device._refuse_peers(base)
+    assert base.parallel_config.disable_custom_all_reduce
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    # Every rank leaves out FlashInfer's.
+    assert [os.environ[name] for name in variables] == ["0", "not set", "0"]
+    made = inspect.getsource(cuda_communicator.CudaCommunicator.__init__)
+    found = set(re.findall(r"envs\.(VLLM_ALLREDUCE_USE_\w+)", made))
+    assert found == set(variables), "vLLM has another way to reduce"

@@ -101,9 +101,7 @@ def prepare_process(
         for name, value in {**NCCL_SETTINGS, **TORCH_SETTINGS}.items():
             os.environ.setdefault(name, str(value))
         if not peer_access:
-            # Custom all-reduce maps the memory of peers, which NCCL's variable does not stop.
-            base.parallel_config.disable_custom_all_reduce = True
-            os.environ["NCCL_P2P_DISABLE"] = "1"
+            _refuse_peers(base)
         if ranks_per_device > 1:
             _share_device()
         # FlashInfer has one workspace per process, but a rank has several groups.
@@ -116,6 +114,14 @@ def prepare_process(
         os.environ["OMP_NUM_THREADS"] = str(threads)
     set_random_seed(base.model_config.seed)
     return device
+
+
+def _refuse_peers(base: VllmConfig) -> None:
+    """Let no collective map the memory of peers, which NCCL's variable alone does not stop."""
+    base.parallel_config.disable_custom_all_reduce = True
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+    os.environ["VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"] = "0"
 
 
 def _share_device() -> None:
