@@ -91,3 +91,19 @@ def test_a_step_that_will_never_end_holds_no_blocks(base: VllmConfig, hasher: An
     assert step(old) == {"b": 80}
     old.take_back(["b"])
     assert (old.frees_after_step, old.grants.free) == (False, free)
+
+
+def test_blocks_that_a_step_fills_for_two_tasks_are_not_full_before_its_end(
+    base: VllmConfig, hasher: Any
+) -> None:
+    """The second task hits what the first one computes in the same step."""
+    old = scheduler_of(base, 1, 2)
+    for name, more in (("a", 1), ("b", 2)):
+        old.add_task(fresh(name, [*PROMPT[:40], more], hasher), [])
+    under_way = old.plan_step(lambda: None)
+    assert under_way.output.num_scheduled_tokens == {"a": 41, "b": 9}
+    assert states_of(old)["b"].settled == BLOCK, "vLLM counts them as computed"
+    assert states_of(old)["b"].full_blocks(BLOCK, old.written_blocks()).size == 0
+    finish(old, under_way)
+    state = states_of(old)["b"]
+    assert state.full_blocks(BLOCK, old.written_blocks()).tolist() == ids(old, "b")[:1]

@@ -45,6 +45,15 @@ class RunningState:
         """Return the generated tokens."""
         return _decode_tokens(self.generated)
 
+    def full_blocks(self, block_tokens: int, written: Blocks) -> Blocks:
+        """Return the first blocks that are full, up to one that the in-flight step writes.
+
+        It may write them for another task, of which this one has hit them in the same step.
+        """
+        blocks = self.blocks[: self.settled // block_tokens]
+        is_written = np.isin(blocks, written)
+        return blocks[: int(is_written.argmax())] if is_written.any() else blocks
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedChain:

@@ -26,6 +26,7 @@ from worker.rank.migration.manifest import (
     Ints,
     Manifest,
     MigrationPlan,
+    component_of,
     plan_move,
 )
 from worker.rank.task_state import CachedChain
@@ -246,6 +247,16 @@ def test_a_move_does_not_land_where_a_step_under_way_writes() -> None:
         page * units + unit for page in (5, 6, 7) for unit in range(units)
     ]
     assert list(move.written) == [0], "the other rank's last step is over"
+
+
+def test_blocks_that_a_step_under_way_writes_are_not_copied_early() -> None:
+    """Both tasks have hit a block of another, which the step under way computes."""
+    led = [cargo("part", ints(1, 5, 6), 40), cargo("none", ints(5, 7), 20)]
+    manifests = {0: replace(dp(0, *led), written=ints(5, 6, 7)), 1: dp(1)}
+    found = component_of(0, manifests, target((0, 1)), GEOMETRY, is_serving=True)
+    assert found.given is not None
+    chains = [chain for group in found.given.old for chain in group.chains]
+    assert [(each.id, each.slots.tolist()) for each in chains] == [("part", [[1]])]
 
 
 def test_every_member_knows_where_its_group_writes() -> None:

@@ -435,12 +435,11 @@ def _old_group(
     """
     leader = manifests[group[0]]
     running = [each for each in leader.cargo if each.attempt >= newest[each.state.task]]
+    blocks = [each.state.blocks for each in running]
     if is_serving:
-        running = [each for each in running if each.state.settled >= block_tokens]
-    blocks = [
-        each.state.blocks[: each.state.settled // block_tokens] if is_serving else each.state.blocks
-        for each in running
-    ]
+        kept = [each.state.full_blocks(block_tokens, leader.written) for each in running]
+        running = [each for each, own in zip(running, kept, strict=True) if own.size]
+        blocks = [own for own in kept if own.size]
     blocks += [each.blocks for each in leader.chains]
     numbers = joined(blocks)
     tables = [manifests[member].slots for member in group]
