@@ -437,9 +437,9 @@ def _old_group(
     running = [each for each in leader.cargo if each.attempt >= newest[each.state.task]]
     blocks = [each.state.blocks for each in running]
     if is_serving:
-        kept = [each.state.full_blocks(block_tokens, leader.written) for each in running]
-        running = [each for each, own in zip(running, kept, strict=True) if own.size]
-        blocks = [own for own in kept if own.size]
+        settled = [each.state.full_blocks(block_tokens, leader.written) for each in running]
+        running = [each for each, own in zip(running, settled, strict=True) if own.size]
+        blocks = [own for own in settled if own.size]
     blocks += [each.blocks for each in leader.chains]
     numbers = joined(blocks)
     tables = [manifests[member].slots for member in group]
