@@ -187,8 +187,12 @@ class GroupRuntime:
         if binding != place.binding or self._mode is None or self._mode.scheduler is None:
             self._give_back(header.task, place.attempt, place.generated_tokens, ReturnCause.STALE)
             return
-        if self.book.get(header.task) is not None:
-            return  # A repeated message.
+        led = self.book.get(header.task)
+        if led is not None:
+            if led.attempt >= place.attempt:
+                return  # A repeated message.
+            # It came with a move that its gateway has given up since.
+            self.drop(header.task, led.attempt)
         generated = list(place.generated_tokens)
         try:
             self._mode.scheduler.add_task(self.engine.intake.request(place.payload), generated)

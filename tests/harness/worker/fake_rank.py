@@ -56,11 +56,12 @@ class FakeRank:
         prompt: Sequence[int] = PROMPT,
         tokens: int = 9,
         generated: tuple[int, ...] = (),
+        attempt: int = 1,
     ) -> None:
         """Give the rank a task of the group that it serves."""
         given = header(name, prompt=len(prompt), max_tokens=tokens)
         payload = fake_payload(name, prompt, tokens)
-        self.runtime.place(Place(given, 1, binding, payload, generated), binding)
+        self.runtime.place(Place(given, attempt, binding, payload, generated), binding)
 
     def step(self, epoch: int = 1) -> None:
         """Lead a step."""
