@@ -116,3 +116,22 @@ def test_nobody_finds_a_void_block(loading: ModeScheduler, hasher: Any, end: str
         loading._preempt_request(request, 0.0)
     assert step(loading) == {"a": len(PROMPT) - BLOCK}, "the first block alone is there"
     assert ids(loading, "a")[0] == first
+
+
+def test_tasks_that_share_a_void_block_go_on(base: VllmConfig, hasher: Any, source: Source) -> None:
+    """The second hits what the first loads in the same step, and the first computes again."""
+    made = scheduler_of(base, 1, 2, 3)
+    made.use_connector(BlockConnector(made, (source,)))
+    source.void = {2}
+    for name in ("a", "b"):
+        made.add_task(fresh(name, PROMPT, hasher), [])
+    plan = made.plan_step(lambda: None)
+    assert ids(made, "a")[:2] == ids(made, "b")[:2]
+    source.is_empty = True
+    finish(made, plan)
+    computed = [step(made) for _ in range(3)]
+    assert sum(each.get("a", 0) for each in computed) >= len(PROMPT) - BLOCK
+    assert sum(each.get("b", 0) for each in computed) >= len(PROMPT) - 2 * BLOCK
+    assert all(made.requests[name].output_token_ids for name in ("a", "b"))
+    made.add_task(fresh("c", PROMPT, hasher), [])
+    assert step(made)["c"] == len(PROMPT) - 2 * BLOCK, "from then on others hit it"

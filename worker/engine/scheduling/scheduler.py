@@ -232,19 +232,20 @@ class ModeScheduler(Scheduler):
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
     def _forget_void(self, void: set[int]) -> None:
-        """Let nobody hit void blocks, nor what read them; their tasks register them once more.
+        """Let nobody hit void blocks, nor what read them; the first task of each enters it again.
 
-        vLLM leaves them in its cache, as the next step computes them: but their tasks may end or be
-        preempted before that.
+        vLLM leaves them in its cache, as the next step computes them: but the task may end first.
         """
+        registered, known = self._manager.num_cached_block, set[int]()
         for request in self.running:
-            blocks = self._blocks_of(request.request_id)
+            name = request.request_id
+            blocks = self._blocks_of(name)
             first = next((n for n, block in enumerate(blocks) if block in void), None)
             if first is not None:
                 forget_hashes(self.kv_cache_manager.block_pool, blocks[first:])
-                registered = self._manager.num_cached_block
-                name = request.request_id
-                registered[name] = min(first, registered.get(name, 0))
+                own = (n for n in range(first, len(blocks)) if blocks[n] not in known)
+                registered[name] = min(next(own, len(blocks)), registered.get(name, 0))
+                known.update(blocks[first:])
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
