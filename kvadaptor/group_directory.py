@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvadaptor.host.directory import FENCE
+from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import HASH_BYTES
 
 Numbers = npt.NDArray[np.int64]

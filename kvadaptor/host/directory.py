@@ -10,11 +10,11 @@ process may end at any instruction. Invariants:
   evicts a page makes its generation odd first, and then looks at the pins. One of both gives way.
 """
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import islice
 
+from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import (
     ENTRY_WORDS,
     HASH_BYTES,
@@ -24,9 +24,6 @@ from kvadaptor.host.layout import (
     HostLayout,
     HostMemoryError,
 )
-
-FENCE = threading.Lock()
-"""Taking a lock orders memory, which a store and a later load of another word need."""
 
 WRITE_LIMIT_S = 60.0
 """How long a page may stay incomplete before it is allocated again: its writer has ended."""

@@ -6,7 +6,6 @@ each device's link are busy. Counters beside the staging order that. Nobody need
 which would go through the host as well (NCCL: 24 GB/s each way, a copy engine 50).
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from kvadaptor.fence import FENCE
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.boxes import BoxCopier, Boxes, Copying, make_box_copier, register
 from kvadaptor.transfer.grid import Grid, grid_of, own_part, stats_of
@@ -38,9 +38,6 @@ STAGING_BYTES = 256 << 20
 HALVES = 2
 COUNTER_BYTES = 4_096
 POLL_S = 0.00002
-
-FENCE = threading.Lock()
-"""Taking a lock orders memory on processors with weak ordering."""
 
 Counters = npt.NDArray[np.int64]
 
@@ -96,6 +93,8 @@ class _Pieces:
     peer: int
     units: Units
     grid: Grid
+    quota: int
+    """Units of a piece."""
     first: int
     """The number of the first piece, counted over all rounds."""
     started: int = 0
@@ -105,7 +104,7 @@ class _Pieces:
     @property
     def count(self) -> int:
         """Pieces of this round."""
-        return -(-int(self.units.size) // self.mover.quota(self.grid))
+        return -(-int(self.units.size) // self.quota)
 
     @property
     def is_over(self) -> bool:
@@ -114,8 +113,8 @@ class _Pieces:
 
     def copy(self, staging: Staging, peer: int, copier: BoxCopier, *, outward: bool) -> None:
         """Launch the copy of the next piece, out of the own memory or into it."""
-        quota, grid = self.mover.quota(self.grid), self.grid
-        units = self.units[self.started * quota :][:quota]
+        grid = self.grid
+        units = self.units[self.started * self.quota :][: self.quota]
         address = staging.address(peer, self.first + self.started)
         own = self.mover.boxes(grid, units)
         offsets = np.arange(units.size, dtype=np.uint64) * np.uint64(grid.whole_bytes)
@@ -203,7 +202,7 @@ class HostMover:
         """
         started = time.perf_counter()
         grid = grid_of(self._geometry, finest)
-        self.quota(grid)
+        quota = self.quota(grid)
         mine = copies.get(self.own.owner, {})
         sends, receives = own_part(copies, grid, self._raw, self.own.owner, len(self.staging))
         local = mine.get(self.own.owner)
@@ -213,7 +212,7 @@ class HostMover:
             (_Inward, receives, self._taken),
         ):
             for peer, units in parts.items():
-                flow = kind(self, peer, units, grid, counts[peer])
+                flow = kind(self, peer, units, grid, quota, counts[peer])
                 counts[peer] += flow.count
                 flows.append(flow)
         if local is not None:

@@ -1,4 +1,4 @@
-"""KV pages in host memory on GPUs: what is loaded is what was computed, also after a kill.
+"""KV pages in host memory on GPUs: a load gives the bits of the computation, also after a kill.
 
 Needs an NVIDIA GPU and vLLM's CUDA build: `python -m pytest -m gpu tests/gpu`. With two GPUs, pages
 that one layout has stored are read in the others.

@@ -30,8 +30,9 @@ from kvadaptor.transfer.boxes import (
     register,
 )
 from kvadaptor.views import KVBuffer
-from worker.engine.host_lanes import POLL_S, HostLanes, Launcher
+from worker.engine.host_lanes import HostLanes, Launcher
 from worker.engine.scheduling.block_copies import BlockCopies
+from worker.rank.inflight_step import POLL_S
 from worker.rank.step_times import StepTimes
 
 log = structlog.get_logger()
@@ -43,7 +44,7 @@ STEP_LOAD_US = 500
 """A step waits for loads of at most this time; longer ones go ahead of it."""
 
 READY_WAIT_S = 2.0
-"""How long a rank waits for that before it serves: a new process registers 30 GB in this time."""
+"""How long a rank waits for its memory before it serves: a new process registers 30 GB then."""
 
 REGISTERED_BYTES = 64 << 20
 """Host memory that CUDA registers at once: 40 ms, or 4 ms where it was used before."""
@@ -210,13 +211,15 @@ class HostTier:
 
         Each member loads its share of the heads.
         """
-        load_us = self.load_us_per_token * tokens / mode.width
+        load_us = self._load_us(mode, tokens)
         return bool(all(load_us < curve.us(tokens) for curve in mode.times.curves.values()))
 
     def goes_ahead(self, mode: TimedMode, tokens: int) -> bool:
         """Return whether a group loads this many tokens beside its steps, not within one."""
-        load_us = self.load_us_per_token * tokens / mode.width
-        return bool(self.is_aside and load_us > STEP_LOAD_US)
+        return self.is_aside and self._load_us(mode, tokens) > STEP_LOAD_US
+
+    def _load_us(self, mode: TimedMode, tokens: int) -> float:
+        return self.load_us_per_token * tokens / mode.width
 
     def totals(self) -> tuple[tuple[str, int], ...]:
         """Return the gauges and totals of this rank's part."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvadaptor.host.page_copies import PageCopies
 from kvadaptor.transfer.boxes import Copying
+from worker.rank.inflight_step import POLL_S
 
 STORE_BACKLOG_BYTES = 2 << 30
 """Stores beyond that, 40 ms of the link, are left out: their blocks are not in host pages."""
@@ -23,8 +24,6 @@ STORE_WAIT_S = 0.002
 Then a client has seen no block that the loss of the device would take. A prompt's stores are larger
 than that and do not keep its first token waiting.
 """
-
-POLL_S = 0.00002
 
 
 class Launcher(Protocol):
@@ -91,9 +90,9 @@ class HostLanes:
 
         Any thread.
         """
-        with_last = tuple(self._stores)[-1:]
-        for store in with_last:
-            store.copying.order()
+        stores = tuple(self._stores)  # The main loop may add some meanwhile.
+        if stores:
+            stores[-1].copying.order()
 
     # ------------------------------------------------------------------ loads
 
