@@ -72,6 +72,7 @@ FOUND = (
     Found(86, CALM, "an operator gives a switch that is under way another plan"),
     Found(24, WIDE, "a leader that was cut out probes the group that it has just been let into"),
     Found(238, WIDE, "a task ends between the commit of its migration and the join that follows"),
+    Found(8_100_070, WIDE, "pages of a lost group stay, of which a migration has taken some"),
     Found(1_000_731, WIDE, "a coordinator recovers while those who know of a commit are cut off"),
 )
 

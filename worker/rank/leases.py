@@ -279,7 +279,11 @@ class Leases:
         is_held = np.isin(pages, directory.held_pages(engine.spec.rank))
         held = np.intersect1d(indices[is_held], dropped)
         # All k members have n such pages; the others' free pages must hold these k·n.
-        rescued = held[: (k - 1) * engine.pages.counts().total // (2 * k - 1)]
+        total = engine.pages.counts().total
+        rescued = held[: (k - 1) * total // (2 * k - 1)]
+        # A migration may have taken pages from this lease since the directory began.
+        stay = pages[np.isin(indices, rescued)]
+        directory.give_up_pages(engine.spec.rank, without(np.arange(total), stay))
         self._rescues[key] = due_ns, rescued
         return rescued
 

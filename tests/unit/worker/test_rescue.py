@@ -107,6 +107,18 @@ def test_others_have_room_for_what_is_kept() -> None:
     assert 2 * len(rank.leased) <= rank.engine.pages.counts().free
 
 
+def test_pages_that_a_migration_took_from_the_lease_are_not_read() -> None:
+    """The directory still shows them as they were when the group of a formation before began."""
+    rank = Survivor()
+    rank.fill(2, 3)
+    rank.engine.pages.keep_only(RANKS, (1, 2))
+    rank.hear(BORN + 1, rank_0=2)
+    alone = binding_of(1, 1, BORN + 2)
+    rank.runtime.leases.begin(rank.engine.of_width(1), alone, PAGES - 2, ())
+    assert rank.leased == [2]
+    assert rank.readable == [4], "block 6 was in a page that the next group writes to"
+
+
 def test_a_migration_may_have_spread_a_block_over_the_pages_of_another_index() -> None:
     """Members then keep the pages in which they have the blocks, not those of the same index."""
     rank = Survivor()
