@@ -11,8 +11,11 @@ process may end at any instruction. Invariants:
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import (
@@ -31,6 +34,10 @@ WRITE_LIMIT_S = 60.0
 _GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
 _PINS_MAX = 255
 _TAGS = 255
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
 
 
 class HostDirectory:
@@ -63,8 +70,21 @@ class HostDirectory:
         """How many running tasks have each page of the rank's own."""
         self._own = layout.pages_of(rank)
         self._entries = [layout.entry_word(page) for page in range(layout.pages)]
-        self._pins = [layout.pins_at(each) for each in range(layout.ranks)]
-        at = layout.pins_at(rank)
+        self._pins_at = at = layout.pins_at(rank)
+        whole = np.frombuffer(memory, np.uint8, layout.data_at)
+        self._whole: Bytes = whole
+        self._marks_at = WORD_BYTES * (np.array(self._entries, np.int64) + _COMPLETE)
+        """Where the completeness bytes of each page begin."""
+        first = WORD_BYTES * self._entries[self._own.start]
+        own = whole[first : first + WORD_BYTES * ENTRY_WORDS * layout.pages_per_rank]
+        self._table: Words = own.view(np.uint64).reshape(-1, ENTRY_WORDS)
+        """The entries of the rank's own pages."""
+        first = WORD_BYTES * layout.journal_word(rank, 0)
+        self._changes: Words = whole[first : first + WORD_BYTES * JOURNAL_WORDS].view(np.uint64)
+        """The rank's journal."""
+        pins = whole[layout.pins_at(0) : layout.pins_at(layout.ranks)]
+        self._pins: Bytes = pins.reshape(layout.ranks, layout.pages)
+        """How often each rank has pinned each page."""
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
         self._adopt(now_s)
@@ -109,7 +129,7 @@ class HostDirectory:
 
     def pin(self, page: int, key: bytes) -> bool:
         """Keep a complete page of this hash from eviction; return False if it is one no more."""
-        at = self._pins[self.rank] + page
+        at = self._pins_at + page
         if self._bytes[at] == _PINS_MAX:
             return False
         self._bytes[at] += 1
@@ -125,64 +145,80 @@ class HostDirectory:
 
     def unpin(self, pages: Iterable[int]) -> None:
         """Let pages go that were pinned."""
-        first = self._pins[self.rank]
+        first = self._pins_at
         for page in pages:
             self._bytes[first + page] -= 1
 
     # ------------------------------------------------------------------ writers
 
-    def allocate(self, key: bytes, shares: int, now_s: float) -> int | None:
-        """Return a page to fill with the block of this hash; None if all pages are in use.
+    def allocate(self, keys: Sequence[bytes], shares: int, now_s: float) -> list[int]:
+        """Return pages to fill with the blocks of these hashes, the first ones if some are in use.
 
-        `shares` members will each write their heads and then call `complete`.
+        All are different. `shares` members will each write their
+        heads and then call `complete`.
         """
         if not 1 <= shares <= SHARES_MAX:
             raise HostMemoryError(
                 f"{shares} ranks cannot share a host page: the maximum is {SHARES_MAX}."
             )
-        page = self._free_page(now_s)
-        if page is None:
-            return None
-        word = self._entries[page]
-        words = self._words
-        words[word + _SHARES] = shares
-        at = WORD_BYTES * (word + _HASH)
-        self._bytes[at : at + HASH_BYTES] = _padded(key)
-        words[word + _COMPLETE] = words[word + _COMPLETE + 1] = 0
+        pages = self._free_pages(len(keys), now_s)
+        if not pages:
+            return pages
+        padded = [_padded(key) for key in keys[: len(pages)]]
+        numbers, table = self._numbers(pages), self._table
+        table[numbers, _SHARES] = shares
+        table[numbers, _HASH:_COMPLETE] = np.frombuffer(b"".join(padded), np.uint64).reshape(
+            len(pages), -1
+        )
+        table[numbers, _COMPLETE:] = 0
         with FENCE:
-            words[word + _GENERATION] += 1
-        self._pending[page] = now_s
-        self._index(page)
-        self._journal(page)
-        return page
+            table[numbers, _GENERATION] += np.uint64(1)
+        for page, key in zip(pages, padded, strict=True):
+            self._pending[page] = now_s
+            self._enter(page, key)
+        self._journal(pages)
+        return pages
 
     def is_pending(self, key: bytes) -> bool:
         """Return whether a page of the rank's own is being filled with this block."""
         padded = _padded(key)
-        pages = (self._pages.get(padded), *self._copies.get(padded, ()))
-        return any(page in self._pending for page in pages)
+        page = self._pages.get(padded)
+        if page is None or page in self._pending:
+            return page is not None
+        return any(page in self._pending for page in self._copies.get(padded, ()))
 
-    def tag(self, page: int) -> int:
-        """Return the tag with which members mark their shares of the page."""
-        return _tag(self._words[self._entries[page] + _GENERATION])
+    def tags(self, pages: Sequence[int]) -> list[int]:
+        """Return the tags with which members mark their shares of the rank's own pages."""
+        tags: list[int] = _tags(self._table[self._numbers(pages), _GENERATION]).tolist()
+        return tags
 
     def is_written(self, page: int, tag: int) -> bool:
         """Return whether all members have marked their shares of a page with this tag.
 
         Or never will, as the page is to hold another block.
         """
-        return self.tag(page) != tag or self._is_complete(page)
+        now = _tag(self._words[self._entries[page] + _GENERATION])
+        return now != tag or self._is_complete(page)
 
-    def complete(self, page: int, share: int, tag: int) -> None:
-        """Mark that share `share` of a page, of any rank's, is written."""
+    def complete(self, pages: Sequence[int], share: int, tags: Sequence[int]) -> None:
+        """Mark that share `share` of these pages, of any ranks, is written."""
         with FENCE:
-            self._bytes[self._complete_at(page) + share] = tag
+            self._whole[self._marks_at[pages] + share] = tags
 
     def settle(self) -> None:
         """Count the pages of the rank's own that have become complete as used."""
-        for page in [page for page in self._pending if self._is_complete(page)]:
-            del self._pending[page]
-            self._keep(page)
+        if not self._pending:
+            return
+        pages = list(self._pending)
+        entries = self._table[self._numbers(pages)]
+        generations, shares = entries[:, _GENERATION], entries[:, _SHARES]
+        marks = entries[:, _COMPLETE:].copy().view(np.uint8)
+        is_marked = marks == _tags(generations)[:, None]
+        is_other = np.arange(SHARES_MAX) >= shares[:, None]
+        is_entry = (generations % np.uint64(2) == 0) & (shares > 0)
+        for number in np.flatnonzero((is_marked | is_other).all(axis=1) & is_entry).tolist():
+            del self._pending[pages[number]]
+            self._keep(pages[number])
 
     def _keep(self, page: int) -> None:
         """Count a page of the rank's own as used most recently."""
@@ -215,38 +251,53 @@ class HostDirectory:
 
     # ------------------------------------------------------------------ inside
 
-    def _free_page(self, now_s: float) -> int | None:
-        """Take a page of the rank's own; its generation is then odd."""
+    def _free_pages(self, count: int, now_s: float) -> list[int]:
+        """Take this many pages of the rank's own, or fewer; their generations are then odd."""
         self.settle()
-        while self._free:
-            if self._take(page := self._free.popleft()):
-                return page
-            self._keep(page)
+        taken: list[int] = []
+        while self._free and len(taken) < count:
+            wanted = [self._free.popleft() for _ in range(min(count - len(taken), len(self._free)))]
+            taken += (found := self._take(wanted))
+            for page in wanted if len(found) < len(wanted) else ():
+                if page not in found:
+                    self._keep(page)
+        if len(taken) < count:
+            self._give_up_late(now_s)
+        for pages in (self._used, self._held):
+            tries = iter(list(islice(pages, count - len(taken) + _TRIES)))
+            while wanted := list(islice(tries, count - len(taken))):
+                for page in (found := self._take(wanted)):
+                    del pages[page]
+                    self._users.pop(page, None)
+                taken += found
+        return taken
+
+    def _give_up_late(self, now_s: float) -> None:
+        """Let pages go first that have been incomplete for too long."""
         for page, at_s in list(self._pending.items()):
             if now_s - at_s <= WRITE_LIMIT_S:
                 break  # Those after it are younger.
             del self._pending[page]
             self._keep(page)
             (self._held if page in self._users else self._used).move_to_end(page, last=False)
-        for pages in (self._used, self._held):
-            for page in islice(pages, _TRIES):
-                if self._take(page):
-                    del pages[page]
-                    self._users.pop(page, None)
-                    return page
-        return None
 
-    def _take(self, page: int) -> bool:
-        word = self._entries[page]
-        generation = self._words[word + _GENERATION]
-        self._words[word + _GENERATION] = generation + 1
+    def _take(self, pages: Sequence[int]) -> list[int]:
+        """Make the generations of these pages odd; return those that nobody has pinned."""
+        numbers = self._numbers(pages)
+        generations = self._table[numbers, _GENERATION]
+        self._table[numbers, _GENERATION] = generations + np.uint64(1)
         with FENCE:
             pass
-        if any(self._bytes[first + page] for first in self._pins):
-            # A reader that looked meanwhile finds an odd generation and looks elsewhere.
-            self._words[word + _GENERATION] = generation
-            return False
-        return True
+        is_pinned: npt.NDArray[np.bool_] = np.any(self._pins[:, pages], axis=0)
+        if not is_pinned.any():
+            return list(pages)
+        # A reader that looked meanwhile finds an odd generation and looks elsewhere.
+        self._table[numbers[is_pinned], _GENERATION] = generations[is_pinned]
+        return [pages[number] for number in np.flatnonzero(~is_pinned).tolist()]
+
+    def _numbers(self, pages: Sequence[int]) -> Numbers:
+        """Return the rows of the rank's own pages in `_table`."""
+        return np.array(pages, np.int64) - self._own.start
 
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
@@ -257,7 +308,7 @@ class HostDirectory:
                 # It ended while it changed this entry, so nobody has written to the page since.
                 self._words[word + _SHARES] = 0
                 self._words[word + _GENERATION] = generation + 1
-                self._journal(page)
+                self._journal([page])
                 self._free.append(page)
             elif not self._words[word + _SHARES]:
                 self._free.append(page)
@@ -266,12 +317,12 @@ class HostDirectory:
             else:
                 self._pending[page] = now_s
 
-    def _journal(self, page: int) -> None:
+    def _journal(self, pages: Sequence[int]) -> None:
         word = self.layout.count_word(self.rank)
         count = self._words[word]
-        self._words[self.layout.journal_word(self.rank, count)] = page
+        self._changes[(count + np.arange(len(pages))) % JOURNAL_WORDS] = pages
         with FENCE:
-            self._words[word] = count + 1
+            self._words[word] = count + len(pages)
 
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
@@ -280,7 +331,11 @@ class HostDirectory:
                 self._index(page)
 
     def _index(self, page: int) -> None:
-        before, key = self._hashes.get(page), self._hash_of(page)
+        self._enter(page, self._hash_of(page))
+
+    def _enter(self, page: int, key: bytes | None) -> None:
+        """Note which block a page has now."""
+        before = self._hashes.get(page)
         if before == key:
             return
         if before is not None:
@@ -333,6 +388,11 @@ assert ENTRY_WORDS * WORD_BYTES == WORD_BYTES * _COMPLETE + SHARES_MAX
 def _tag(generation: int) -> int:
     """Return the completeness tag of an even generation; never 0."""
     return (generation // 2) % _TAGS + 1
+
+
+def _tags(generations: Words) -> Words:
+    """Return the completeness tags of (n,) even generations."""
+    return generations // np.uint64(2) % np.uint64(_TAGS) + np.uint64(1)
 
 
 def _padded(key: bytes) -> bytes:

@@ -12,7 +12,8 @@ computes nothing. Measured in each round, in both:
 - `oversubscribed`: requests that need 1.5 times the KV memory.
 - `conversations`: turns of conversations that need 1.5 times the KV memory together.
 
-With `--ranks 2`, each cell is one group of two GPUs that hold a part of the weights each.
+With `--ranks 2`, each cell is one group of two GPUs that hold a part of the weights each. With
+`--profile DIR`, the main loops note what takes 50 µs or more, and the sums are printed.
 
 `--model demo --device cpu` tries it out.
 """
@@ -21,6 +22,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import statistics
 import time
@@ -37,6 +39,8 @@ from tests.bench.gpu_shapes import SHAPES, as_arguments, kv_bytes_per_token, wri
 
 ASIDE = "tests.harness.faults.aside_worker"
 SIDES = ("without", "with")
+BLOCK = 16
+"""Tokens."""
 PARTS = ("decode", "prefill", "load", "oversubscribed", "conversations")
 
 
@@ -237,13 +241,16 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         for name in SIDES:
             print(f"starting the cell {name} host pages", flush=True)
             (root / name).mkdir()
+            if args.profile:
+                (args.profile / name).mkdir(parents=True)
+                os.environ["PROFILE_OUT"] = str((args.profile / name).absolute())
             up = running_cell(
                 root / name,
                 ranks=args.ranks,
                 model=model,
                 device=args.device,
                 engine_args=as_arguments(options),
-                worker="worker" if args.device == "cuda" else ASIDE,
+                worker=worker_of(args),
                 settings={
                     "host_kv_gib": sizes.host_gib if name == "with" else 0.0,
                     "weight_parts": args.ranks,
@@ -252,6 +259,8 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
             )
             sides[name] = Side(await stack.enter_async_context(up), sizes)
             print(f"  after {sides[name].cell.start_s} s", flush=True)
+        for side in sides.values():
+            await one_round(side, ["decode", "prefill"])  # It warms up.
         for number in range(args.rounds):
             for name in SIDES if number % 2 else reversed(SIDES):
                 row = {"side": name, **await one_round(sides[name], args.parts)}
@@ -262,23 +271,60 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     return results
 
 
+def worker_of(args: argparse.Namespace) -> str:
+    """Return the module that the ranks run."""
+    if args.profile:
+        return "tests.bench.profiled_worker"
+    return "worker" if args.device == "cuda" else ASIDE
+
+
 async def one_round(side: Side, parts: list[str]) -> dict[str, Any]:
     """Measure all parts of a round in one cell."""
-    sizes, row = side.sizes, {}
-    if "decode" in parts:
-        prompts = [side.new_prompt(sizes.decode_prompt) for _ in range(sizes.decode_streams)]
-        row["decode_ms"] = await side.decode(prompts)
-        # The same blocks again, so that nothing is stored.
-        row["decode_known_ms"] = await side.decode(prompts)
-    if "prefill" in parts:
-        row["prefill_per_s"] = await side.prefill()
-    if "load" in parts:
-        row |= await side.load()
-    if "oversubscribed" in parts:
-        row["oversubscribed_per_s"] = await side.oversubscribed()
-    if "conversations" in parts:
-        row |= await side.conversations()
+    row: dict[str, Any] = {"spans_ns": {}}
+    for part in parts:
+        began_ns = time.monotonic_ns()
+        row |= await one_part(side, part)
+        row["spans_ns"][part] = began_ns, time.monotonic_ns()
     return row
+
+
+async def one_part(side: Side, part: str) -> dict[str, float]:
+    """Measure one part."""
+    sizes = side.sizes
+    if part == "decode":
+        lengths = [sizes.decode_prompt - each % BLOCK for each in range(sizes.decode_streams)]
+        # Each step fills the blocks of some of them.
+        prompts = [side.new_prompt(each) for each in lengths]
+        fresh_ms = await side.decode(prompts)
+        # The same blocks again, so that nothing is stored.
+        return {"decode_ms": fresh_ms, "decode_known_ms": await side.decode(prompts)}
+    if part == "prefill":
+        return {"prefill_per_s": await side.prefill()}
+    if part == "load":
+        return await side.load()
+    if part == "oversubscribed":
+        return {"oversubscribed_per_s": await side.oversubscribed()}
+    return await side.conversations()
+
+
+def print_profile(folder: Path, rounds: list[dict[str, Any]]) -> None:
+    """Print, for each part and side, how often the ranks noted something, and their mean times."""
+    for side in SIDES:
+        events = [
+            event
+            for path in sorted((folder / side).glob("rank-*.events.json"))
+            for event in json.loads(path.read_text())
+        ]
+        for row in rounds:
+            for part, (began, ended) in row["spans_ns"].items() if row["side"] == side else ():
+                sums: dict[str, list[float]] = {}
+                for name, start, end in events:
+                    if began <= start < ended:
+                        sums.setdefault(name, []).append((end - start) / 1e6)
+                print(f"{side} {part}, {(ended - began) / 1e6:.0f} ms:")
+                for name, each in sorted(sums.items(), key=lambda item: -sum(item[1])):
+                    mean, most = statistics.mean(each), max(each)
+                    print(f"  {name}: {len(each)} of {mean:.3f} ms, {most:.2f} at most")
 
 
 def main() -> None:
@@ -291,13 +337,17 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", default=["decode", "prefill", "load", "oversubscribed"]
     )
+    parser.add_argument("--profile", type=Path, help="a new folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = asyncio.run(measure(args, DEMO_SIZES if args.model == "demo" else Sizes()))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))
     print(json.dumps(results["gauges"], indent=1))
-    names = dict.fromkeys(key for row in results["rounds"] for key in row if key != "side")
+    if args.profile:
+        print_profile(args.profile, results["rounds"])
+    skipped = ("side", "spans_ns")
+    names = dict.fromkeys(key for row in results["rounds"] for key in row if key not in skipped)
     for name in names:
         medians = [
             statistics.median(row[name] for row in results["rounds"] if row["side"] == side)

@@ -37,6 +37,7 @@ WATCHED = {
     ),
     "worker.rank.leases.Leases": ("begin", "withdraw"),
     "worker.rank.steps.Steps": ("lead", "execute", "_finish", "_push"),
+    "worker.rank.inflight_step.InflightStep": ("tokens",),
     "worker.rank.loop.RankLoop": ("_take_inbox", "_do"),
     "worker.rank.migration.plan_ahead.MigrationPlanner": ("plan_ahead", "plan"),
     "worker.rank.migration.migration.Migration": (
@@ -58,7 +59,12 @@ WATCHED = {
         "adopt",
         "tidy",
     ),
+    "worker.engine.scheduling.host_blocks.HostBlocks": ("plan", "ended"),
+    "worker.engine.host_lanes.HostLanes": ("store", "look", "wait_stores", "load", "load_ahead"),
 }
+
+COUNTED = {"worker.engine.host_lanes.HostLanes": ("order_stores",)}
+"""Noted however short."""
 
 
 def table_of(profile: cProfile.Profile) -> str:
@@ -69,8 +75,8 @@ def table_of(profile: cProfile.Profile) -> str:
     return text.getvalue()
 
 
-def watch(events: list[tuple[str, int, int]], owner: Any, name: str) -> None:
-    """Note when a method of a class begins and ends."""
+def watch(events: list[tuple[str, int, int]], owner: Any, name: str, least_ns: int) -> None:
+    """Note when a method of a class begins and ends, if it takes that long."""
     method: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(method)
@@ -80,10 +86,46 @@ def watch(events: list[tuple[str, int, int]], owner: Any, name: str) -> None:
             return method(*args, **kwargs)
         finally:
             ended = time.monotonic_ns()
-            if ended - began > NOTED_NS:
+            if ended - began > least_ns:
                 events.append((name, began, ended))
 
     setattr(owner, name, noted)
+
+
+def watch_device(events: list[tuple[str, int, int]]) -> Callable[[], None]:
+    """Note how long steps and copies take on the device; return a call for when all are over."""
+    import torch
+
+    from kvadaptor.transfer.boxes import DeviceBoxCopier
+    from worker.rank.inflight_step import InflightStep
+
+    device_s, copy = InflightStep.device_s, DeviceBoxCopier.copy
+    copies: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def noted(self: InflightStep) -> float | None:
+        seconds = device_s(self)
+        if seconds is not None:
+            ended = time.monotonic_ns()
+            events.append(("device", ended - int(seconds * 1e9), ended))
+        return seconds
+
+    def timed(self: DeviceBoxCopier, *args: Any) -> Any:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        at = time.monotonic_ns()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        began.record(self._stream)
+        copying = copy(self, *args)
+        ended.record(self._stream)
+        copies.append((at, began, ended))
+        return copying
+
+    def finish() -> None:
+        for at, began, ended in copies:
+            events.append(("box_copy", at, at + int(began.elapsed_time(ended) * 1e6)))
+
+    InflightStep.device_s = noted  # type: ignore[method-assign]
+    DeviceBoxCopier.copy = timed  # type: ignore[method-assign,assignment]
+    return finish
 
 
 def trace_prefills(out: Path) -> None:
@@ -120,6 +162,7 @@ def install(out: Path, kind: str) -> None:
         trace_prefills(out)
         return
     events: list[tuple[str, int, int]] = []
+    finish = watch_device(events) if kind == "events" else lambda: None
     run = RankLoop.run
 
     def profiled(self: RankLoop) -> None:
@@ -130,14 +173,16 @@ def install(out: Path, kind: str) -> None:
             (out / f"rank-{rank}.txt").write_text(table_of(profile))
         else:
             run(self)
+            finish()
             (out / f"rank-{rank}.events.json").write_text(json.dumps(events))
 
     RankLoop.run = profiled  # type: ignore[method-assign]
     if kind != "cprofile":
-        for owner, names in WATCHED.items():
-            module, _, kind_of = owner.rpartition(".")
-            for name in names:
-                watch(events, getattr(importlib.import_module(module), kind_of), name)
+        for watched, least_ns in ((WATCHED, NOTED_NS), (COUNTED, 0)):
+            for owner, names in watched.items():
+                module, _, kind_of = owner.rpartition(".")
+                for name in names:
+                    watch(events, getattr(importlib.import_module(module), kind_of), name, least_ns)
 
 
 if __name__ == "__main__":

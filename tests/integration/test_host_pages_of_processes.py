@@ -40,13 +40,11 @@ def write(memory: mmap.mmap, rank: int, seed: int) -> None:
         own.refresh()
         if own.find(key_of(number)) is not None:
             continue
-        page = own.allocate(key_of(number), SHARES, time.monotonic())
-        if page is None:
-            continue
-        tag = own.tag(page)
+        found = own.allocate([key_of(number)], SHARES, time.monotonic())
+        tags = own.tags(found)
         for share in range(SHARES):
-            pages[page, share] = number
-            own.complete(page, share, tag)
+            pages[found, share] = number
+            own.complete(found, share, tags)
 
 
 def read(memory: mmap.mmap, rank: int, seed: int, counts: Any) -> None:

@@ -38,21 +38,22 @@ class Ranks:
     def open(self, rank: int) -> HostDirectory:
         return HostDirectory(self.memory, self.layout, rank, self.now_s)
 
-    def allocate(self, rank: int, key: bytes, shares: int) -> None:
+    def allocate(self, rank: int, keys: list[bytes], shares: int) -> None:
         own = self.directories[rank]
-        page = own.allocate(key, shares, self.now_s)
-        if page is None:
-            return
-        assert page in self.layout.pages_of(rank)
-        assert all(page != other for _, other, _ in self.pinned), "a pinned page was taken"
-        tag = own.tag(page)
-        self.open_writes += [(page, share, tag, key) for share in range(shares)]
+        pages = own.allocate(keys, shares, self.now_s)
+        pinned = {page for _, page, _ in self.pinned}
+        assert len(set(pages)) == len(pages)
+        assert set(pages) <= set(self.layout.pages_of(rank)) - pinned
+        if len(pages) < len(keys):
+            assert set(self.layout.pages_of(rank)) <= pinned | set(own._pending)
+        for page, key, tag in zip(pages, keys, own.tags(pages), strict=False):
+            self.open_writes += [(page, share, tag, key) for share in range(shares)]
 
     def write(self, number: int) -> None:
         page, share, tag, key = self.open_writes.pop(number % len(self.open_writes))
         self.content.setdefault(page, {})[share] = key
         # Any rank may be the member that writes.
-        self.directories[number % self.layout.ranks].complete(page, share, tag)
+        self.directories[number % self.layout.ranks].complete([page], share, [tag])
 
     def pin(self, rank: int, key: bytes) -> None:
         own = self.directories[rank]
@@ -87,7 +88,8 @@ def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> Non
         rank, key = draw.randrange(ranks), key_of(draw.randrange(1, 9))
         match draw.randrange(10):
             case 0 | 1 | 2:
-                cell.allocate(rank, key, draw.choice((1, 2, 4)))
+                keys = [key_of(each) for each in draw.sample(range(1, 9), draw.choice((1, 2, 5)))]
+                cell.allocate(rank, keys, draw.choice((1, 2, 4)))
             case 3 | 4 | 5 if cell.open_writes:
                 cell.write(draw.randrange(1 << 16))
             case 6 | 7:
@@ -112,7 +114,7 @@ def test_readers_know_what_writers_have_written(seed: int, ranks: int) -> None:
     draw = random.Random(seed)
     cell = Ranks(HostLayout(ranks, 5, PAGE_BYTES))
     for _ in range(STEPS):
-        cell.allocate(draw.randrange(1, ranks), key_of(draw.randrange(1, 30)), 1)
+        cell.allocate(draw.randrange(1, ranks), [key_of(draw.randrange(1, 30))], 1)
         while cell.open_writes:
             cell.write(0)
         if draw.random() < 0.1:
@@ -144,13 +146,13 @@ def test_the_longest_unused_page_goes_first_and_running_tasks_last(pages: int) -
     cell = Ranks(HostLayout(1, pages, PAGE_BYTES))
     (own,) = cell.directories
     for number in range(1, pages + 1):
-        cell.allocate(0, key_of(number), 1)
+        cell.allocate(0, [key_of(number)], 1)
         cell.write(0)
     own.settle()
     used = own.find(key_of(1))
     assert used is not None
     own.add_user(used)
-    cell.allocate(0, key_of(100), 1)
+    cell.allocate(0, [key_of(100)], 1)
     cell.write(0)
     gone = [number for number in range(1, pages + 1) if own.find(key_of(number)) is None]
     # A page of a running task goes only where there is no other.

@@ -127,8 +127,7 @@ class HostTier:
 
         def complete() -> None:
             self.stored_bytes += self._bytes_of(stores)
-            for page, tag in zip(step.store_pages, step.store_tags, strict=True):
-                self.directory.complete(page, share, tag)
+            self.directory.complete(step.store_pages, share, step.store_tags)
 
         lanes = self.lanes
         if lanes is None:

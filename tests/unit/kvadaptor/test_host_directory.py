@@ -27,10 +27,9 @@ def two() -> list[HostDirectory]:
 
 
 def store(own: HostDirectory, key: bytes, *, shares: int = 1, now_s: float = 0.0) -> int:
-    page = own.allocate(key, shares, now_s)
-    assert page is not None
+    (page,) = pages = own.allocate([key], shares, now_s)
     for share in range(shares):
-        own.complete(page, share, own.tag(page))
+        own.complete(pages, share, own.tags(pages))
     return page
 
 
@@ -40,14 +39,14 @@ def reopened(own: HostDirectory, now_s: float = 0.0) -> HostDirectory:
 
 def test_a_page_is_found_once_all_its_shares_are_written(two: list[HostDirectory]) -> None:
     own, other = two
-    page = own.allocate(KEY, 2, 0.0)
+    (page,) = own.allocate([KEY], 2, 0.0)
     assert page is not None
     assert own.is_pending(KEY)
-    own.complete(page, 0, own.tag(page))
+    own.complete([page], 0, own.tags([page]))
     other.refresh()
     assert own.find(KEY) is other.find(KEY) is None
     assert not other.pin(page, KEY)
-    other.complete(page, 1, other.tag(page))
+    other.complete([page], 1, own.tags([page]))
     assert own.find(KEY) == other.find(KEY) == page
     own.settle()
     assert not own.is_pending(KEY)
@@ -75,12 +74,25 @@ def test_a_pinned_page_stays_until_it_is_unpinned_by_all(two: list[HostDirectory
     for number, page in enumerate(pages, 1):
         assert own.pin(page, bytes([number]) * 32)
         assert other.pin(page, bytes([number]) * 32)
-    assert own.allocate(KEY, 1, 0.0) is None
+    assert own.allocate([KEY], 1, 0.0) == []
     own.unpin(pages)
-    assert own.allocate(KEY, 1, 0.0) is None
+    assert own.allocate([KEY], 1, 0.0) == []
     assert [own.find(bytes([number]) * 32) for number in (1, 2, 3)] == pages
     other.unpin(pages[1:2])
-    assert own.allocate(KEY, 1, 0.0) == pages[1]
+    assert own.allocate([KEY], 1, 0.0) == [pages[1]]
+
+
+def test_blocks_get_pages_as_far_as_nobody_has_pinned_them(two: list[HostDirectory]) -> None:
+    own, other = two
+    pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES + 1)]
+    other.refresh()
+    assert other.pin(pages[1], bytes([2]) * 32)
+    keys = [bytes([number]) * 32 for number in range(10, 10 + PAGES)]
+    found = own.allocate(keys, 1, 0.0)
+    assert found == [pages[0], *pages[2:]]
+    own.complete(found, 0, own.tags(found))
+    assert [own.find(key) for key in keys] == [*found, None]
+    assert own.find(bytes([2]) * 32) == pages[1]
 
 
 def test_a_read_makes_a_page_the_last_to_go(two: list[HostDirectory]) -> None:
@@ -122,23 +134,23 @@ def test_pages_of_running_tasks_go_last_and_in_order(two: list[HostDirectory]) -
 def test_a_late_write_completes_nothing(two: list[HostDirectory]) -> None:
     """A member that was stopped writes the tag of the block that it was asked for."""
     own, other = two
-    page = own.allocate(KEY, 1, 0.0)
+    (page,) = own.allocate([KEY], 1, 0.0)
     assert page is not None
-    late = own.tag(page)
+    (late,) = own.tags([page])
     for number in range(1, PAGES):
-        assert own.allocate(bytes([number]) * 32, 1, 0.0) is not None
-    assert own.allocate(OTHER, 1, WRITE_LIMIT_S) is None
-    assert own.allocate(OTHER, 1, WRITE_LIMIT_S + 1) is not None
+        assert own.allocate([bytes([number]) * 32], 1, 0.0)
+    assert own.allocate([OTHER], 1, WRITE_LIMIT_S) == []
+    assert own.allocate([OTHER], 1, WRITE_LIMIT_S + 1)
     again = next(p for p in own.layout.pages_of(0) if own._hashes.get(p) == OTHER)
-    other.complete(again, 0, late)
+    other.complete([again], 0, [late])
     assert own.find(OTHER) is None
-    other.complete(again, 0, own.tag(again))
+    other.complete([again], 0, own.tags([again]))
     assert own.find(OTHER) == again
 
 
 def test_what_was_never_completed_goes_first(two: list[HostDirectory]) -> None:
     own = two[0]
-    incomplete = own.allocate(OTHER, 1, 0.0)
+    (incomplete,) = own.allocate([OTHER], 1, 0.0)
     pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES)]
     own.settle()
     late_s = WRITE_LIMIT_S + 1
@@ -160,43 +172,43 @@ def test_a_free_page_that_somebody_reads_is_taken_later(two: list[HostDirectory]
 
 def test_tags_that_come_again_complete_nothing() -> None:
     (own,) = opened(HostLayout(1, 1, 64))
-    page = own.allocate(KEY, 2, 0.0)
+    (page,) = own.allocate([KEY], 2, 0.0)
     assert page is not None
-    first = own.tag(page)
-    own.complete(page, 1, first)
+    (first,) = own.tags([page])
+    own.complete([page], 1, [first])
     for _ in range(255):
         # One share alone: the byte of the other one stays.
         now_s = own._pending.get(page, 0.0) + WRITE_LIMIT_S + 1
-        assert own.allocate(KEY, 1, now_s) == page
+        assert own.allocate([KEY], 1, now_s) == [page]
     now_s += WRITE_LIMIT_S + 1
-    assert own.allocate(KEY, 2, now_s) == page
+    assert own.allocate([KEY], 2, now_s) == [page]
     tags = set()
-    while own.tag(page) != first:
+    while own.tags([page]) != [first]:
         now_s += WRITE_LIMIT_S + 1
-        assert own.allocate(KEY, 2, now_s) == page
-        tags.add(own.tag(page))
+        assert own.allocate([KEY], 2, now_s) == [page]
+        tags.update(own.tags([page]))
     assert 0 not in tags
-    own.complete(page, 0, first)
+    own.complete([page], 0, [first])
     assert own.find(KEY) is None
 
 
 def test_a_restarted_rank_takes_over_what_is_complete(two: list[HostDirectory]) -> None:
     own, other = two
     page = store(own, KEY, shares=2)
-    incomplete = own.allocate(OTHER, 1, 0.0)
+    (incomplete,) = own.allocate([OTHER], 1, 0.0)
     assert incomplete is not None
     anew = reopened(own, 5.0)
     assert anew.find(KEY) == page
     assert anew.find(OTHER) is None
     assert anew.is_pending(OTHER)
     assert anew.used_pages == 2
-    anew.complete(incomplete, 0, anew.tag(incomplete))
+    anew.complete([incomplete], 0, anew.tags([incomplete]))
     assert anew.find(OTHER) == incomplete
     other.refresh()
     assert other.find(KEY) == page
     # Its pins ended with it.
     assert own.pin(page, KEY)
-    assert reopened(own).allocate(bytes([1]) * 32, 1, 0.0) is not None
+    assert reopened(own).allocate([bytes([1]) * 32], 1, 0.0)
     last = reopened(own)
     for number in range(2, 5):
         store(last, bytes([number]) * 32, now_s=WRITE_LIMIT_S + 9)
@@ -253,9 +265,9 @@ def test_short_hashes_are_found_and_long_ones_refused(two: list[HostDirectory]) 
     with pytest.raises(HostMemoryError, match="sha256"):
         own.find(bytes(33))
     with pytest.raises(HostMemoryError, match=str(SHARES_MAX)):
-        own.allocate(KEY, SHARES_MAX + 1, 0.0)
+        own.allocate([KEY], SHARES_MAX + 1, 0.0)
     with pytest.raises(HostMemoryError):
-        own.allocate(KEY, 0, 0.0)
+        own.allocate([KEY], 0, 0.0)
     page = store(own, KEY, shares=SHARES_MAX)
     assert own.find(KEY) == page
 

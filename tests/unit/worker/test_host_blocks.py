@@ -90,12 +90,9 @@ class Group:
         return self.hooks.build_connector_meta(output)
 
     def store(self, directory: HostDirectory, *numbers: int) -> list[int]:
-        pages = []
-        for number in numbers:
-            page = directory.allocate(key_of(number), 1, 0.0)
-            assert page is not None
-            directory.complete(page, 0, directory.tag(page))
-            pages.append(page)
+        pages = directory.allocate([key_of(number) for number in numbers], 1, 0.0)
+        assert len(pages) == len(numbers)
+        directory.complete(pages, 0, directory.tags(pages))
         return pages
 
     def pins(self) -> int:
@@ -259,8 +256,7 @@ def given(group: Group, *blocks: int, **tokens: int) -> BlockCopies | None:
 
 def written(group: Group, step: BlockCopies) -> None:
     """All members have stored what a step says."""
-    for page, tag in zip(step.store_pages, step.store_tags, strict=True):
-        group.own.complete(page, 0, tag)
+    group.own.complete(step.store_pages, 0, step.store_tags)
 
 
 def test_beside_steps_the_next_one_stores_what_a_step_has_filled() -> None:
@@ -349,6 +345,24 @@ def test_a_long_prompt_that_arrived_is_looked_at_over_several_steps(
         [100, 101],
         [102, 103],
         [104],
+        None,
+    ]
+
+
+def test_a_long_prompt_that_ended_is_stored_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not the blocks that other tasks get meanwhile."""
+    monkeypatch.setattr(host_blocks, "LOOKS_PER_STEP", 2)
+    group = Group(is_aside=True)
+    task = group.task(28)
+    task.num_computed_tokens, task.status = 28, RequestStatus.FINISHED_STOPPED
+    group.hooks.request_finished(task, [])
+    steps = [given(group), given(group, 104), given(group), given(group)]
+    assert [step.store_blocks if step else None for step in steps] == [
+        [100, 101],
+        [102, 103],
+        [105, 106],
         None,
     ]
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 from vllm.v1.request import Request, RequestStatus
@@ -19,6 +20,10 @@ ORDERS_MAX = 256
 
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 """Ends of tasks whose last blocks are whole."""
+
+
+_Filled = tuple[str | None, bytes, int]
+"""The task that has a full block, if it still has it, the hash of the block, and its number."""
 
 
 class HostCounts(Protocol):
@@ -75,7 +80,9 @@ class HostBlocks:
         self._used: dict[str, list[int]] = {}
         """The pages that each task has filled or loaded."""
         self._last: list[tuple[bytes, int]] = []
-        """Hashes and blocks of tasks that lost them, which were full with their last step."""
+        """Hashes and blocks of tasks that lost them, which were full with their last step.
+
+        Those that a step writes to before they are stored are left out."""
         self._orders: deque[_Order] = deque()
         """Stores beside steps that some member may not have copied yet, oldest first."""
 
@@ -140,55 +147,55 @@ class HostBlocks:
             self._last.clear()
             return
         looks = LOOKS_PER_STEP + sum(tokens.values()) // self._scheduler.block_size
-        last, self._last = self._last, []
-        for key, block in last[:looks]:
-            self._store(step, key, block, now_s)
+        filled: list[_Filled] = [(None, key, block) for key, block in self._last[:looks]]
+        self._last = self._last[looks:]
+        requests, size, stored = self._scheduler.requests, self._scheduler.block_size, self._stored
         for name, count in tokens.items():
-            if is_aside and name in begun:
+            computed = requests[name].num_computed_tokens + (0 if is_aside else count)
+            # Most tasks of most steps fill no block.
+            if computed < (stored.get(name, 0) + 1) * size or (is_aside and name in begun):
                 continue
-            looks -= self._plan_task(step, name, 0 if is_aside else count, now_s, looks)
+            filled += self._filled(name, computed, looks - len(filled))
+        if filled:
+            self._store(step, filled, now_s)
         if is_aside:
             self._guard(step, written)
 
-    def _plan_task(
-        self, step: BlockCopies, name: str, tokens: int, now_s: float, looks: int
-    ) -> int:
-        """Store the blocks that these tokens more fill; return how many it looked at.
+    def _filled(self, name: str, computed: int, looks: int) -> Iterable[_Filled]:
+        """Return the blocks of a task that its first tokens fill, to be stored now.
 
-        Looks at `looks` of them at most where stores run beside steps.
+        Returns `looks` of them at most where stores run beside steps.
         """
         request = self._scheduler.requests[name]
-        first, full = self._stored.get(name, 0), self._full(request, tokens)
+        first, full = self._stored.get(name, 0), self._full(request, computed)
         if self._rules.is_aside:
             full = min(full, first + looks)
         if full <= first:
-            return 0
+            return ()
         self._stored[name] = full
-        blocks = self._scheduler._blocks_of(name)
-        for number in range(first, full):
-            page = self._store(step, request.block_hashes[number], blocks[number], now_s)
-            if page is not None:
-                self._use(name, [page])
-        return full - first
+        blocks = self._scheduler._blocks_of(name)[first:full]
+        return zip(repeat(name), request.block_hashes[first:full], blocks)
 
-    def _full(self, request: Request, tokens: int) -> int:
-        """Return how many blocks of a task are full after these tokens more, and have a hash."""
-        computed = request.num_computed_tokens + tokens
+    def _full(self, request: Request, computed: int) -> int:
+        """Return how many blocks of a task are full with its first tokens, and have a hash."""
         return min(int(computed // self._scheduler.block_size), len(request.block_hashes))
 
-    def _store(self, step: BlockCopies, key: bytes, block: int, now_s: float) -> int | None:
-        """Let a step store a block; return its page, None if it has one or there is none."""
+    def _store(self, step: BlockCopies, filled: list[_Filled], now_s: float) -> None:
+        """Let a step store those of these blocks that have no page."""
         directory = self._directory
-        if directory.find(key) is not None or directory.is_pending(key):
-            return None
-        page = directory.allocate(key, self._rules.shares, now_s)
-        if page is None:
-            self._counts.full += 1
-            return None
-        step.store_blocks.append(block)
-        step.store_pages.append(page)
-        step.store_tags.append(directory.tag(page))
-        return page
+        new = {
+            key: (name, block)
+            for name, key, block in filled
+            if directory.find(key) is None and not directory.is_pending(key)
+        }
+        pages = directory.allocate(list(new), self._rules.shares, now_s)
+        self._counts.full += len(new) - len(pages)
+        step.store_pages += pages
+        step.store_tags += directory.tags(pages)
+        for page, (name, block) in zip(pages, new.values(), strict=False):
+            step.store_blocks.append(block)
+            if name is not None:
+                self._use(name, [page])
 
     def _guard(self, step: BlockCopies, written: Callable[[], Iterable[int]]) -> None:
         """Let a step that writes to a block wait until all members have stored it."""
@@ -199,9 +206,10 @@ class HostBlocks:
         # Members store in order.
         while orders and directory.is_written(orders[0].page, orders[0].tag):
             orders.popleft()
-        if not orders:
+        if not orders and not self._last:
             return
         gets = set(written())
+        self._last = [each for each in self._last if each[1] not in gets]
         is_free = all(gets.isdisjoint(order.blocks) for order in orders)
         if not is_free or len(orders) > ORDERS_MAX:
             step.frees_stores = True
@@ -219,8 +227,8 @@ class HostBlocks:
         name = request.request_id
         first = self._stored.pop(name, 0)
         if self._rules.is_aside:
-            blocks, full = self._scheduler._blocks_of(name), self._full(request, 0)
-            keys = request.block_hashes[first:full]
+            full = self._full(request, request.num_computed_tokens)
+            blocks, keys = self._scheduler._blocks_of(name), request.block_hashes[first:full]
             self._last += zip(keys, blocks[first:full], strict=True)
 
     def forget_ended(self) -> None:
