@@ -77,6 +77,9 @@ class HostBlocks:
         self.is_sooner, self.goes_ahead = rules.is_sooner, rules.goes_ahead
         self._stored: dict[str, int] = {}
         """How many blocks of each task were looked at for storing."""
+        self._step_number = 0
+        self._due: dict[str, int] = {}
+        """The step in which each task is looked at next."""
         self._used: dict[str, list[int]] = {}
         """The pages that each task has filled or loaded."""
         self._last: list[tuple[bytes, int]] = []
@@ -149,27 +152,32 @@ class HostBlocks:
         looks = LOOKS_PER_STEP + sum(tokens.values()) // self._scheduler.block_size
         filled: list[_Filled] = [(None, key, block) for key, block in self._last[:looks]]
         self._last = self._last[looks:]
-        requests, size, stored = self._scheduler.requests, self._scheduler.block_size, self._stored
-        for name, count in tokens.items():
-            computed = requests[name].num_computed_tokens + (0 if is_aside else count)
-            # Most tasks of most steps fill no block.
-            if computed < (stored.get(name, 0) + 1) * size or (is_aside and name in begun):
+        self._step_number = now = self._step_number + 1
+        due = self._due
+        # Most tasks of most steps fill no block.
+        for name in [name for name, n in tokens.items() if n > 1 or due.get(name, 0) <= now]:
+            if is_aside and name in begun:
                 continue
-            filled += self._filled(name, computed, looks - len(filled))
+            filled += self._filled(name, tokens[name], looks - len(filled))
         if filled:
             self._store(step, filled, now_s)
         if is_aside:
             self._guard(step, written)
 
-    def _filled(self, name: str, computed: int, looks: int) -> Iterable[_Filled]:
-        """Return the blocks of a task that its first tokens fill, to be stored now.
+    def _filled(self, name: str, tokens: int, looks: int) -> Iterable[_Filled]:
+        """Return the blocks of a task that are full, with the step's tokens or beside it before.
 
-        Returns `looks` of them at most where stores run beside steps.
+        Returns `looks` of them at most where stores run beside steps. If the next steps compute one
+        token of the task each, it is not looked at before one of them can fill a block.
         """
-        request = self._scheduler.requests[name]
+        request, is_aside = self._scheduler.requests[name], self._rules.is_aside
+        computed = request.num_computed_tokens + (0 if is_aside else tokens)
         first, full = self._stored.get(name, 0), self._full(request, computed)
-        if self._rules.is_aside:
+        if is_aside:
             full = min(full, first + looks)
+        next_tokens = computed + (tokens if is_aside else 1)
+        missing = (max(first, full) + 1) * self._scheduler.block_size - next_tokens
+        self._due[name] = self._step_number + 1 + max(0, missing)
         if full <= first:
             return ()
         self._stored[name] = full
@@ -220,12 +228,14 @@ class HostBlocks:
         if request.status in _ENDED:
             self.loses_blocks(request)
         self._stored.pop(request.request_id, None)
+        self._due.pop(request.request_id, None)
         self._directory.remove_users(self._used.pop(request.request_id, ()))
 
     def loses_blocks(self, request: Request) -> None:
         """Store what a task's last step has filled: the task is about to lose its blocks."""
         name = request.request_id
         first = self._stored.pop(name, 0)
+        self._due.pop(name, None)
         if self._rules.is_aside:
             full = self._full(request, request.num_computed_tokens)
             blocks, keys = self._scheduler._blocks_of(name), request.block_hashes[first:full]
