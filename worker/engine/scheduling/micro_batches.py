@@ -25,6 +25,11 @@ class Decoding(Protocol):
 T = TypeVar("T", bound=Decoding)
 
 
+def decodes(request: Decoding) -> bool:
+    """Return whether the next step computes no more than the last token of a running task."""
+    return request.num_tokens - request.num_computed_tokens <= 1
+
+
 def hidden_decodes(running: Sequence[T], stages: int, turn: int) -> set[T]:
     """Return the decodes that wait for a step after this one, which is the `turn`-th.
 
@@ -32,10 +37,9 @@ def hidden_decodes(running: Sequence[T], stages: int, turn: int) -> set[T]:
     micro-batches). The shares of as many steps as there are stages add up to n and differ by at
     most one, so sizes even out whatever they are at first. Prompts are never hidden.
     """
-    to_compute = [each.num_tokens - each.num_computed_tokens for each in running]
-    decoding = sum(tokens <= 1 for tokens in to_compute)
-    ready = [each for each, tokens in zip(running, to_compute, strict=True) if tokens == 1]
-    share, rest = divmod(decoding, stages)
+    decoding = list(filter(decodes, running))
+    ready = [each for each in decoding if each.num_tokens > each.num_computed_tokens]
+    share, rest = divmod(len(decoding), stages)
     return set(ready[max(1, share + (turn % stages < rest)) :])
 
 

@@ -37,7 +37,7 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
-from worker.engine.scheduling.micro_batches import schedule_share
+from worker.engine.scheduling.micro_batches import decodes, schedule_share
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
@@ -172,13 +172,13 @@ class ModeScheduler(Scheduler):
         return StepPlan(output, grammar, resuming, known=known)
 
     def _schedule_paced(self, pace_tokens: int) -> SchedulerOutput:
-        decodes = sum(map(_decodes, self.running))
-        if not decodes:
+        count = sum(map(decodes, self.running))
+        if not count:
             return self.schedule()
         # Decodes go first: one long prompt before them would take the whole step.
-        self.running.sort(key=_decodes, reverse=True)
+        self.running.sort(key=decodes, reverse=True)
         share = max(1, int(PROMPT_SHARE * pace_tokens))
-        self.max_num_scheduled_tokens = min(self._tokens_max, max(pace_tokens, decodes + share))
+        self.max_num_scheduled_tokens = min(self._tokens_max, max(pace_tokens, count + share))
         try:
             return self.schedule()
         finally:
@@ -489,11 +489,6 @@ class ModeScheduler(Scheduler):
             self._known.pop(request_id, None)
             self._unfed_grammars.discard(request_id)
         return generated
-
-
-def _decodes(request: Request) -> bool:
-    """Whether the next step computes no more than the last token of a running task."""
-    return bool(request.num_tokens - request.num_computed_tokens <= 1)
 
 
 class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
