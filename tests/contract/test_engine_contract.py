@@ -142,6 +142,22 @@ def test_tasks_that_hold_nothing_wait(bench: EngineBench) -> None:
     assert list(scheduler.requests) == ["a", "b"]
 
 
+def test_a_task_is_outgrown_when_it_needs_more_blocks_than_there_are(bench: EngineBench) -> None:
+    bench.begin(1, 3)
+    scheduler = bench.scheduler
+    assert len(scheduler.set_aside(1)) == 1
+    bench.add("a", PROMPT, 3 * BLOCK)
+    while bench.step():
+        assert scheduler.outgrown() == []
+    assert scheduler.outgrown() == [], "it gets the block that is set aside"
+    scheduler.give_back()
+    while bench.step():
+        pass
+    assert scheduler.outgrown() == ["a"]
+    # The last token that it has needs no KV.
+    assert len(scheduler.take_back(["a"])["a"]) == 3 * BLOCK - len(PROMPT) + 1
+
+
 def test_a_scheduler_is_full_with_as_many_tasks_as_may_run(bench: EngineBench) -> None:
     bench.begin(1, PAGES)
     for number in range(bench.engine.facts().max_tasks):

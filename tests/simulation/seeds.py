@@ -62,6 +62,7 @@ FOUND = (
     Found(7_302_662, NARROW, "a follower has left a step whose leader had no room, and is back"),
     Found(7_501_413, NARROW, "a rank of a group that stays hears of a switch after it is served"),
     Found(8_000_890, NARROW, "a task is placed again on the rank that a move has brought it to"),
+    Found(8_314_316, NARROW, "a task is moved to a group with too few pages for its last tokens"),
     Found(463, NARROW, "a group that counts as lost goes on, and its blocks get other content"),
     Found(1_000_552, BORROW, "a watchdog ends one rank, and those that share its copy live on"),
     Found(1_000_755, PARTS, "a rank that has joined its next group is asked to move its share"),

@@ -202,6 +202,13 @@ class EngineScheduler(Protocol):
     def not_movable(self) -> list[str]:
         """Return tasks whose KV another group could not continue with."""
 
+    def outgrown(self) -> list[str]:
+        """Return tasks whose next token needs more blocks than the group has.
+
+        Blocks that are set aside count. A migration may bring a task to a group that has room for
+        the tokens it has, and not for those to come.
+        """
+
     def holders_of(self, indices: LeaseIndices) -> list[str]:
         """Return tasks with a block in one of these lease indices; the mode is not bound."""
 

@@ -276,6 +276,15 @@ class GroupRuntime:
         if returned and not keeps_pages:
             self._withdraw_if_parked(group)
 
+    def return_outgrown(self, group: Group) -> None:
+        """Return tasks that cannot go on in a group, however long they wait.
+
+        They need pages that others held when it was formed. The pool places them where they fit.
+        """
+        if outgrown := self._led(group).outgrown():
+            log.info("tasks_outgrown", group=group.name, tasks=outgrown)
+            self.give_up(group, outgrown, ReturnCause.RECOMPUTE)
+
     def freed(self, group: Group) -> None:
         """Release the pages of tasks that ended after the rank left their group."""
         if self.migration.key != group.lease_key:

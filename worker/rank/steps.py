@@ -58,6 +58,9 @@ class StepOwner(Protocol):
     def freed(self, group: Group) -> None:
         """Note that tasks of a group that this rank has left have ended."""
 
+    def return_outgrown(self, group: Group) -> None:
+        """Return tasks that cannot go on in a group, however long they wait."""
+
     def lose_last_step(self, group: Group) -> None:
         """Give up the detached step of a group that lacks a member."""
 
@@ -190,6 +193,7 @@ class Steps:
             if plan.is_empty:
                 # The plan only lists ended tasks: collect the in-flight step's tokens first.
                 self.finish_inflight()
+                self._runtime.return_outgrown(binding.group)
             usual_ns = self._usual_ns(mode, plan)
             if not (plan.is_empty or plan.reads_prompts):
                 self.decode_ns = usual_ns
@@ -218,6 +222,8 @@ class Steps:
         while len(self._planned) < min(mode.stages, PLANNED_MAX) and scheduler.has_more:
             plan = mode.plan_step(group, self.finish_inflight)
             if plan.is_void:
+                if not self._planned:
+                    self._runtime.return_outgrown(group)
                 break
             self._runtime.lead(Step(binding.formation, plan))
             self._count(plan)

@@ -227,6 +227,11 @@ class FakeScheduler:
     def not_movable(self) -> list[str]:
         return [name for name in self.holding() if not self.requests[name].moves]
 
+    def outgrown(self) -> list[str]:
+        blocks = len(self._granted) + len(self.aside) * self.slots_per_page
+        most = blocks * self.tokens_per_block
+        return [name for name in self._here() if self.requests[name].length > most]
+
     def _here(self) -> list[str]:
         return [name for name in self.requests if name not in self._gone]
 

@@ -60,6 +60,8 @@ class Stage:
         self.host: Host = HOST
         self.freed_groups: list[Group] = []
         self.lost_groups: list[Group] = []
+        self.idle_groups: list[Group] = []
+        """Whose steps computed nothing."""
         self.expected: list[int] = []
         """When the rank has said that its last step will end."""
         for mode, binding in ((self.dp, DP), (self.tp, TP)):
@@ -90,6 +92,9 @@ class Stage:
 
     def freed(self, group: Group) -> None:
         self.freed_groups.append(group)
+
+    def return_outgrown(self, group: Group) -> None:
+        self.idle_groups.append(group)
 
     def lose_last_step(self, group: Group) -> None:
         self.lost_groups.append(group)

@@ -282,3 +282,13 @@ def test_a_step_behind_none_begins_now_whatever_was_expected() -> None:
     begun = time.monotonic_ns()
     stage.step(DP, 3)
     assert 1_000 * MS <= stage.expected[-1] - begun < 3_000 * MS
+
+
+def test_a_step_that_computes_nothing_asks_which_tasks_cannot_go_on() -> None:
+    stage = Stage(tokens=1)
+    stage.step(DP, 3)
+    stage.engine.finish_steps()
+    stage.steps.finish_inflight()
+    assert stage.idle_groups == []
+    stage.step(DP, 3)  # It only lists the task that has ended.
+    assert stage.idle_groups == [DP.group]

@@ -43,6 +43,11 @@ class BlockGrants:
         """Granted blocks."""
         return int(self._pool.num_gpu_blocks) - 1
 
+    @property
+    def reach(self) -> int:
+        """Granted blocks, with those that tasks get back once copies are over."""
+        return self.total + self._aside.size * self.slots_per_page
+
     def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
         """Park: forget what free blocks cache, as their pages go elsewhere.
 

@@ -468,6 +468,11 @@ class ModeScheduler(Scheduler):
         """Return tasks whose KV another group could not continue with."""
         return [name for name in self.holding() if not can_move(self.requests[name])]
 
+    def outgrown(self) -> list[str]:
+        """Return tasks whose next token needs more blocks than the group has."""
+        most, gone = self.grants.reach * self.block_size, self._gone
+        return [n for n, each in self.requests.items() if each.num_tokens > most and n not in gone]
+
     def leave_to_others(self, request_ids: Iterable[str]) -> None:
         """Forget tasks that continue elsewhere: here at once, in vLLM at the next `tidy`."""
         self._gone.update(each for each in request_ids if each in self.requests)
