@@ -45,8 +45,11 @@ class PageCopier:
         # The lowest priority: copies must not keep the kernels of steps waiting.
         self._copier = make_box_copier(kv.device)
 
-    def launch(self, copies: PageCopies) -> Copying:
-        """Copy after all that the caller has launched, and after the copies before these."""
+    def launch(self, copies: PageCopies, *, waits: bool = True) -> Copying:
+        """Copy after the copies before these.
+
+        `waits`: and after all that the caller has launched.
+        """
         geometry, pitch = self._geometry, self._geometry.layer_page_bytes
         run_bytes = pitch // copies.slots
         numbers, pages = (np.array(each, np.uint64) for each in (copies.numbers, copies.pages))
@@ -55,4 +58,4 @@ class PageCopier:
         first = np.uint64(self._address + copies.share * run_bytes)
         host = Boxes(pages * np.uint64(geometry.page_bytes) + first, pitch, 1, on_device=False)
         sides = (host, own) if self._loads else (own, host)
-        return self._copier.copy(*sides, run_bytes, geometry.num_layers)
+        return self._copier.copy(*sides, run_bytes, geometry.num_layers, waits=waits)

@@ -51,8 +51,13 @@ class Copying(Protocol):
 class BoxCopier(Protocol):
     """Copies boxes, in the order of its calls."""
 
-    def copy(self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int) -> Copying:
-        """Copy each source to its target after all that the caller has launched."""
+    def copy(
+        self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int, *, waits: bool = True
+    ) -> Copying:
+        """Copy each source to its target.
+
+        `waits`: after all that the caller has launched; else after the copies before these alone.
+        """
 
 
 class Copied:
@@ -69,7 +74,9 @@ class Copied:
 class HostBoxCopier:
     """Copies boxes of memory of this process, at once."""
 
-    def copy(self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int) -> Copied:
+    def copy(
+        self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int, **_: bool
+    ) -> Copied:
         """See `BoxCopier`."""
         for layer in range(layers):
             pairs = zip(
@@ -127,7 +134,9 @@ class DeviceBoxCopier:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
 
-    def copy(self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int) -> StreamCopying:
+    def copy(
+        self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int, *, waits: bool = True
+    ) -> StreamCopying:
         """See `BoxCopier`; raises `HostCopyError`."""
         boxes = np.zeros(sources.addresses.size, BOX_FIELDS)
         for name, side in (("source", sources), ("target", targets)):
@@ -138,7 +147,8 @@ class DeviceBoxCopier:
             boxes[f"{name}_device"] = (self._device.index or 0) if side.on_device else 0
         boxes["run"], boxes["rows"], boxes["layers"] = run_bytes, 1, layers
         boxes["order"] = _STREAM_ORDER
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if waits:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         failed = ctypes.c_size_t()
         error = call_driver(
             "cuMemcpy3DBatchAsync",

@@ -109,12 +109,13 @@ def watch_device(events: list[tuple[str, int, int]]) -> Callable[[], None]:
             events.append(("device", ended - int(seconds * 1e9), ended))
         return seconds
 
-    def timed(self: DeviceBoxCopier, *args: Any) -> Any:
+    def timed(self: DeviceBoxCopier, *args: Any, waits: bool = True) -> Any:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         at = time.monotonic_ns()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if waits:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         began.record(self._stream)
-        copying = copy(self, *args)
+        copying = copy(self, *args, waits=False)
         ended.record(self._stream)
         copies.append((at, began, ended))
         return copying

@@ -180,6 +180,11 @@ class HostTier:
             rest.start()
             rest.join(READY_WAIT_S)
 
+    def look(self) -> None:
+        """Mark what is stored by now, and go on with loads ahead; see `HostLanes`."""
+        if self.lanes is not None:
+            self.lanes.look()
+
     def step_is_over(self) -> None:
         """Wait until clients may see the tokens of a finished step; see `HostLanes`."""
         if self.lanes is not None:
@@ -253,6 +258,8 @@ def open_tier(
     layout = layout_of(len(memory), ranks, geometry.page_bytes)
     directory = HostDirectory(memoryview(memory), layout, rank, time.monotonic())
     loads, stores = (_copier(memory, layout, kv, loads=is_load) for is_load in (True, False))
+    # A step's own loads do not wait for those ahead of other tasks.
+    loads_ahead = _copier(memory, layout, kv, loads=True)
     tier = HostTier(directory, geometry, loads, stores)
     trial = layout.pages_of(rank)[: min(TRIAL_BLOCKS, kv.num_pages)]
     if device.type == "cuda":
@@ -261,7 +268,7 @@ def open_tier(
     layers = kv.raw.view(geometry.num_layers, -1)
     layers[:, : len(trial) * geometry.layer_page_bytes] = 0
     if copies_aside(device):
-        tier.lanes = HostLanes(loads, stores, geometry.page_bytes)
+        tier.lanes = HostLanes(loads, loads_ahead, stores, geometry.page_bytes)
     if device.type == "cuda":
         tier.register_rest = partial(_register_rest, tier, memory, trial, device)
         # Without the driver, which the start needs, and in which this takes as long.

@@ -22,15 +22,23 @@ STORE_WAIT_S = 0.002
 """Tokens go out after the stores of at most `WAIT_BYTES`, or after this time.
 
 Then a client has seen no block that the loss of the device would take. A prompt's stores are larger
-than that and do not keep its first token waiting.
+than that and do not keep its first token waiting. After a wait that was not long enough, tokens do
+not wait again before stores were over in time: a slow link would cost each step that wait.
+"""
+
+LOADS_UNDER_WAY = 512
+LOADS_AT_ONCE = 128
+"""Shares of loads ahead that are launched and not over, at most, and with one call.
+
+A call of the driver that finds its queue full waits until copies end: 20 ms for 1 GB.
 """
 
 
 class Launcher(Protocol):
     """Copies shares of host pages in one direction; `PageCopier` does."""
 
-    def launch(self, copies: PageCopies) -> Copying:
-        """Copy after all that the caller has launched, and after the copies before these."""
+    def launch(self, copies: PageCopies, *, waits: bool = ...) -> Copying:
+        """Copy after the copies before these; `waits`: and after all that the caller launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +48,37 @@ class _Store:
     done: Callable[[], None]
 
 
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load ahead: what is not launched of it, and the last copies that are."""
+
+    rest: PageCopies
+    copying: Copying | None = None
+
+    def is_over(self) -> bool:
+        return not self.rest.pages and (self.copying is None or self.copying.is_over())
+
+
 class HostLanes:
     """The copies of one rank in both directions; all but `order_stores` is for its main loop."""
 
-    def __init__(self, loads: Launcher, stores: Launcher, page_bytes: int) -> None:
+    def __init__(
+        self, loads: Launcher, loads_ahead: Launcher, stores: Launcher, page_bytes: int
+    ) -> None:
         self._loader, self._storer, self._page_bytes = loads, stores, page_bytes
+        self._ahead_loader = loads_ahead
         self._stores: deque[_Store] = deque()
         """Oldest first; they end in order."""
         self._store_bytes = 0
-        self._loads: dict[int, Copying] = {}
+        self._is_late = False
+        """Whether the last wait for stores was not long enough."""
+        self._loads: dict[int, _Load] = {}
         """The loads ahead that no step follows yet, by number."""
+        self._waiting: deque[_Load] = deque()
+        """Those that are not launched to their end, oldest first."""
+        self._under_way: deque[tuple[Copying, int]] = deque()
+        """Launched parts of them, and how many shares each has."""
+        self._under_way_shares = 0
         self.late_blocks = 0
         """Blocks that were not stored because of the backlog."""
 
@@ -69,7 +98,8 @@ class HostLanes:
         self._store_bytes += num_bytes
 
     def look(self) -> None:
-        """Call `done` of the stores that are over."""
+        """Call `done` of the stores that are over, and launch loads that have waited for others."""
+        self._launch()
         while self._stores and self._stores[0].copying.is_over():
             store = self._stores.popleft()
             self._store_bytes -= store.num_bytes
@@ -77,9 +107,11 @@ class HostLanes:
 
     def wait_stores(self) -> None:
         """Wait until the few stores of the last step are over; see `WAIT_BYTES`."""
-        self.look()
-        if self._store_bytes <= WAIT_BYTES:
+        if not self._has_stores():
+            self._is_late = False
+        elif self._store_bytes <= WAIT_BYTES and not self._is_late:
             _wait(lambda: not self._has_stores(), STORE_WAIT_S)
+            self._is_late = bool(self._stores)
 
     def _has_stores(self) -> bool:
         self.look()
@@ -102,29 +134,56 @@ class HostLanes:
 
     def load_ahead(self, number: int, copies: PageCopies) -> None:
         """Load blocks that no step reads before `follow` was called with this number."""
-        self._loads[number] = self._loader.launch(copies)
+        self._loads[number] = load = _Load(copies)
+        self._waiting.append(load)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Launch loads ahead as far as the driver's queue has room."""
+        while self._under_way and self._under_way[0][0].is_over():
+            self._under_way_shares -= self._under_way.popleft()[1]
+        while self._waiting and self._under_way_shares < LOADS_UNDER_WAY:
+            load = self._waiting[0]
+            self._launch_part(load, LOADS_AT_ONCE)
+            if not load.rest.pages:
+                self._waiting.popleft()
+
+    def _launch_part(self, load: _Load, shares: int) -> None:
+        part = load.rest.part(0, shares)
+        load.rest = load.rest.part(shares, len(load.rest.pages))
+        # No step that was launched since the first part touches these blocks.
+        load.copying = self._ahead_loader.launch(part, waits=load.copying is None)
+        self._under_way.append((load.copying, len(part.pages)))
+        self._under_way_shares += len(part.pages)
 
     def is_over(self, number: int) -> bool:
         """Return whether a load ahead is over on this rank."""
+        self._launch()
         load = self._loads.get(number)
         return load is not None and load.is_over()
 
     def follow(self, numbers: Iterable[int]) -> None:
         """Let the step that is launched next read what these loads brought."""
         for number in numbers:
-            self._loads.pop(number).order()
+            load = self._loads.pop(number)
+            if load.rest.pages:
+                # The leader has all of its own.
+                self._launch_part(load, len(load.rest.pages))
+                self._waiting.remove(load)
+            if load.copying is not None:
+                load.copying.order()
 
     def wait_loads(self, limit_s: float) -> None:
         """Wait for all loads ahead, but not longer than that."""
-        _wait(lambda: all(load.is_over() for load in self._loads.values()), limit_s)
+        _wait(lambda: all(map(self.is_over, self._loads)), limit_s)
 
     # ------------------------------------------------------------------ both
 
     def stop(self) -> None:
         """Wait until nothing is copied: the rank leaves its group."""
-        _wait(lambda: not self._has_stores())
-        _wait(lambda: all(load.is_over() for load in self._loads.values()))
+        self._waiting.clear()
         self._loads.clear()
+        _wait(lambda: not (self._has_stores() or self._under_way))
 
 
 def _wait(condition: Callable[[], bool], limit_s: float | None = None) -> None:

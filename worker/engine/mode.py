@@ -151,6 +151,8 @@ class PreparedMode:
             if self.loans is not None and not plan.is_empty:
                 self.loans.count(plan.mode)
             store()
+            if self.host is not None:
+                self.host.look()
             return result
 
         return run

@@ -44,7 +44,7 @@ class SlowCopier:
     def __init__(self, copier: PageCopier) -> None:
         self._copier, self._thread = copier, ThreadPoolExecutor(1)
 
-    def launch(self, copies: PageCopies) -> SlowCopying:
+    def launch(self, copies: PageCopies, *, waits: bool = True) -> SlowCopying:
         """Let the thread copy."""
         copying = SlowCopying()
         self._thread.submit(self._copy, copies, copying)

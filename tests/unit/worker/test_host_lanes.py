@@ -17,6 +17,7 @@ class Copying:
 
     copies: PageCopies
     log: list[str]
+    waits: bool = True
     over: bool = False
 
     def is_over(self) -> bool:
@@ -31,8 +32,8 @@ class Copier:
     log: list[str]
     launched: list[Copying] = field(default_factory=list)
 
-    def launch(self, copies: PageCopies) -> Copying:
-        self.launched.append(Copying(copies, self.log))
+    def launch(self, copies: PageCopies, *, waits: bool = True) -> Copying:
+        self.launched.append(Copying(copies, self.log, waits))
         return self.launched[-1]
 
 
@@ -41,8 +42,8 @@ class Lanes:
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.loads, self.stores = Copier(self.log), Copier(self.log)
-        self.lanes = HostLanes(self.loads, self.stores, PAGE_BYTES)
+        self.own_loads, self.loads, self.stores = (Copier(self.log) for _ in range(3))
+        self.lanes = HostLanes(self.own_loads, self.loads, self.stores, PAGE_BYTES)
 
     def store(self, *pages: int) -> None:
         self.lanes.store(of(*pages), lambda: self.log.append(f"done {list(pages)}"))
@@ -99,10 +100,19 @@ def test_tokens_wait_for_few_stores_and_not_for_long(
     assert sleeps, "it waits"
     assert len(sleeps) < 5
     sleeps.clear()
-    made.store(*range(2, 2 + host_lanes.WAIT_BYTES // PAGE_BYTES))
+    made.lanes.wait_stores()
+    assert not sleeps, "the last wait was not long enough"
+    made.stores.launched[0].over = True
+    made.lanes.wait_stores()
+    made.store(2)
+    made.lanes.wait_stores()
+    assert sleeps, "stores were over in time since"
+    made.stores.launched[1].over = True
+    made.lanes.wait_stores()
+    sleeps.clear()
+    made.store(*range(2, 3 + host_lanes.WAIT_BYTES // PAGE_BYTES))
     made.lanes.wait_stores()
     assert not sleeps, "a prompt is too much"
-    made.stores.launched[0].over = True
 
 
 def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
@@ -114,6 +124,42 @@ def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
     made.lanes.follow([7])
     assert made.log == ["order [1]"]
     assert not made.lanes.is_over(7), "it is forgotten"
+
+
+def test_loads_ahead_are_launched_as_others_end(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the driver would wait if its queue were full."""
+    monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 4)
+    monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
+    made.lanes.load_ahead(1, of(6))
+
+    def launched() -> list[tuple[list[int], bool]]:
+        return [(list(each.copies.pages), each.waits) for each in made.loads.launched]
+
+    assert launched() == [([1, 2], True), ([3, 4], False)]
+    made.loads.launched[0].over = made.loads.launched[1].over = True
+    assert not made.lanes.is_over(0)
+    assert launched()[2:] == [([5], False), ([6], True)], "a load waits for the steps before it"
+    made.loads.launched[2].over = True
+    assert made.lanes.is_over(0)
+    assert not made.lanes.is_over(1)
+
+
+def test_a_slower_member_launches_what_a_step_waits_for(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
+    monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
+    made.lanes.follow([0])
+    assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3, 4, 5]]
+    assert made.log == ["order [3, 4, 5]"]
+    for each in made.loads.launched:
+        each.over = True
+    made.lanes.load_ahead(1, of(6))
+    assert len(made.loads.launched) == 3
 
 
 def test_a_step_waits_for_its_own_loads(made: Lanes) -> None:
