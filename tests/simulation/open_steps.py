@@ -266,4 +266,5 @@ def _does_without(member: "SimRank", step: OpenStep) -> bool:
     wanted = member.participant.wanted
     present: dict[Rank, Any] = dict(wanted.members) if wanted is not None else {}
     is_whole = all(present.get(rank) == step.incarnations[rank] for rank in step.ranks)
-    return not (_is_in_or_comes(member, step.binding) or is_whole)
+    is_left = step.formation in member.left_as_lost
+    return not _is_in_or_comes(member, step.binding) and (is_left or not is_whole)

@@ -130,6 +130,8 @@ class SimRank:
         """When the core last asked for a step: it had a time lease then."""
         self.had_no_room_in: set[int] = set()
         """Formations in which a step found no room."""
+        self.left_as_lost: set[int] = set()
+        """Formations that it left since a member was lost; that one may be back by now."""
         self._newest = 0
         """The number of the newest directive that came."""
         self._senders: dict[int, tuple[Directive, int]] = {}
@@ -296,7 +298,9 @@ class SimRank:
         if isinstance(effect, DeferStep | Reshard):
             self.world.point(self.rank, f"{type(effect).__name__} begins")
         match effect:
-            case Leave(binding=binding) if not (effect.is_leader or effect.group_lost):
+            case Leave(binding=binding, group_lost=True):
+                self.left_as_lost.add(binding.formation)
+            case Leave(binding=binding) if not effect.is_leader:
                 self.world.steps.check_nobody_waits_for(self, binding)
             case Join(binding=binding):
                 moved_in = self.runtime.leases._moved_in.get(binding.group.lease_key, ())
