@@ -21,6 +21,7 @@ from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import (
     ENTRY_WORDS,
     HASH_BYTES,
+    JOURNAL_AT_ONCE,
     JOURNAL_WORDS,
     SHARES_MAX,
     WORD_BYTES,
@@ -113,12 +114,14 @@ class HostDirectory:
                 continue
             count = self._words[self.layout.count_word(rank)]
             known = self._read[rank]
-            if count - known >= JOURNAL_WORDS:
+            most = known + JOURNAL_WORDS - JOURNAL_AT_ONCE
+            if count <= most:
+                for number in range(known, count):
+                    self._index(self._words[self.layout.journal_word(rank, number)])
+                self._read[rank] = count
+            if self._words[self.layout.count_word(rank)] > most:
+                # The rank may have written over the words that were read.
                 self._read_all(rank)
-                continue
-            for number in range(known, count):
-                self._index(self._words[self.layout.journal_word(rank, number)])
-            self._read[rank] = count
 
     def find(self, key: bytes) -> int | None:
         """Return a complete page of this block hash, as last refreshed; None if there is none."""
@@ -335,10 +338,11 @@ class HostDirectory:
 
     def _journal(self, pages: Sequence[int]) -> None:
         word = self.layout.count_word(self.rank)
-        count = self._words[word]
-        self._changes[(count + np.arange(len(pages))) % JOURNAL_WORDS] = pages
-        with FENCE:
-            self._words[word] = count + len(pages)
+        for first in range(0, len(pages), JOURNAL_AT_ONCE):
+            part, count = pages[first : first + JOURNAL_AT_ONCE], self._words[word]
+            self._changes[(count + np.arange(len(part))) % JOURNAL_WORDS] = part
+            with FENCE:
+                self._words[word] = count + len(part)
 
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]

@@ -16,7 +16,11 @@ SHARES_MAX = 16
 """Maximum members that write one page: a byte of the entry for each."""
 
 JOURNAL_WORDS = 8_192
-"""Changes that a reader may miss before it reads all entries of a part again."""
+JOURNAL_AT_ONCE = 512
+"""Changes of a part that its journal holds, and those that its rank writes before it counts them.
+
+A reader that lags by more than their difference reads all entries of the part again.
+"""
 
 _HEADER_WORDS = 8
 _ALIGNMENT = 4_096

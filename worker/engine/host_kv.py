@@ -141,13 +141,14 @@ class HostTier:
                 lanes.store(stores, lambda: complete() if is_valid() else None)
             if step.frees_stores:
                 lanes.order_stores()
+            # Loads that nobody wants any more may still write to the blocks that this step loads.
+            lanes.follow(step.awaits)
             if loads.pages:
                 lanes.load(loads)
             first = 0
             for number, count in step.ahead:
                 lanes.load_ahead(number, ahead.part(first, first + count))
                 first += count
-            lanes.follow(step.awaits)
             self.loaded_bytes += self._bytes_of(loads) + self._bytes_of(ahead)
 
         return begin, _nothing if member == 0 else lanes.wait_stores
@@ -189,6 +190,11 @@ class HostTier:
         """Wait until clients may see the tokens of a finished step; see `HostLanes`."""
         if self.lanes is not None:
             self.lanes.wait_stores()
+
+    def order_loads(self) -> None:
+        """Let what is launched from now on wait for all loads ahead; see `HostLanes`."""
+        if self.lanes is not None:
+            self.lanes.order_loads()
 
     def stop(self) -> None:
         """Leave the group: its copies end, and nothing that it was to load is read."""

@@ -173,6 +173,17 @@ class HostLanes:
             if load.copying is not None:
                 load.copying.order()
 
+    def order_loads(self) -> None:
+        """Let what the caller launches from now on wait for all loads ahead.
+
+        The leader of the group may have given up some, and given their blocks to others.
+        """
+        for load in self._waiting:
+            self._launch_part(load, len(load.rest.pages))
+        self._waiting.clear()
+        if self._under_way:
+            self._under_way[-1][0].order()  # They end in order.
+
     def wait_loads(self, limit_s: float) -> None:
         """Wait for all loads ahead, but not longer than that."""
         _wait(lambda: all(map(self.is_over, self._loads)), limit_s)

@@ -333,6 +333,11 @@ class RankEngine:
             self.lost.distrust()
             log.warning("kv_distrusted", rank=self.spec.rank, advice="its tasks are computed again")
 
+    def order_copies(self) -> None:
+        """Let what is launched from now on wait for loads that go beside steps."""
+        if self.host is not None:
+            self.host.order_loads()
+
     def stop_copies(self) -> None:
         """End the copies of host pages that go beside steps: the rank leaves its group."""
         if self.host is not None:

@@ -421,6 +421,12 @@ class Engine(Protocol):
     def holds_steps(self) -> bool:
         """Whether groups are left for a migration with a deferred step, not a detached one."""
 
+    def order_copies(self) -> None:
+        """Let what is launched from now on wait for loads that go beside steps.
+
+        A leader knows only of its own copies when it gives the blocks of a load to others.
+        """
+
     def stop_copies(self) -> None:
         """End the copies beside steps that the group began: the rank leaves it."""
 

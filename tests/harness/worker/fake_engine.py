@@ -298,6 +298,9 @@ class FakeEngine:
         times = times_of(width, staged, STEP_US)
         return FakeMode(self, ranks, scheduler, table, queue, times, stages)
 
+    def order_copies(self) -> None:
+        """No copy goes beside steps."""
+
     def stop_copies(self) -> None:
         """No copy goes beside steps."""
 

@@ -95,6 +95,23 @@ def test_blocks_get_pages_as_far_as_nobody_has_pinned_them(two: list[HostDirecto
     assert own.find(bytes([2]) * 32) == pages[1]
 
 
+@pytest.mark.parametrize("batch", [1, 300, 1_000])
+def test_a_reader_that_lags_misses_nothing(batch: int) -> None:
+    """It reads while the writer has written changes that it has not counted yet."""
+    own, other = opened(HostLayout(2, 2 * JOURNAL_WORDS, 64), 2)
+    keys = [number.to_bytes(32, "little") for number in range(1, JOURNAL_WORDS)]
+    pages = own.allocate(keys, 1, 0.0)
+    own.complete(pages, 0, own.tags(pages))
+    count = own.layout.count_word(0)
+    before = own._words[count]
+    own.allocate([number.to_bytes(32, "big") for number in range(1, batch + 1)], 1, 0.0)
+    after, own._words[count] = own._words[count], before
+    other.refresh()
+    own._words[count] = after
+    other.refresh()
+    assert None not in map(other.find, keys)
+
+
 def test_a_read_makes_a_page_the_last_to_go(two: list[HostDirectory]) -> None:
     own = two[0]
     pages = [store(own, bytes([number]) * 32) for number in range(1, PAGES + 1)]

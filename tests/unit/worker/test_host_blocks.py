@@ -118,6 +118,27 @@ def test_full_blocks_of_a_step_are_stored_once() -> None:
     assert group.step(**{group.task(8, "twin").request_id: 8}) is None
 
 
+@pytest.mark.parametrize("kind", ["usual", "lost", "not ready"])
+def test_a_block_is_stored_by_the_step_that_fills_it_whatever_the_steps_before_were(
+    kind: str,
+) -> None:
+    """A step that loads from lost groups, or is not ready, stores nothing and fills a token."""
+    group = Group()
+    task = group.task(4, computed=3)
+    stored = []
+    for number in range(6):
+        group.own.set_ready(is_ready=(kind, number) != ("not ready", 1))
+        if (kind, number) == ("lost", 1):
+            group.hooks._step.lost_blocks.append(7)
+        step = group.step(task=1)
+        stored.append(step.store_blocks if step is not None else [])
+        task.num_computed_tokens += 1
+        task.num_tokens += 1
+        if task.num_tokens % SIZE == 0:
+            task.block_hashes.append(key_of(task.num_tokens // SIZE - 1))
+    assert stored == [[100], [], [], [], [101], []]
+
+
 def test_a_block_without_a_hash_waits() -> None:
     """Where steps overlap, the token that fills a block may not be known yet."""
     group = Group()

@@ -162,6 +162,17 @@ def test_a_slower_member_launches_what_a_step_waits_for(
     assert len(made.loads.launched) == 3
 
 
+def test_later_work_waits_for_all_loads_ahead(made: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
+    monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
+    made.lanes.order_loads()
+    made.lanes.load_ahead(0, of(1, 2, 3))
+    made.lanes.load_ahead(1, of(4))
+    made.lanes.order_loads()
+    assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3], [4]]
+    assert made.log == ["order [4]"]
+
+
 def test_a_step_waits_for_its_own_loads(made: Lanes) -> None:
     made.lanes.load(of(4))
     assert made.log == ["order [4]"]

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Grant, Place, PreCopyOrder
 from coordinator.protocol.terms import Carry, Phase, TaskId
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.core_cell import CoreCell, CoreRank, kinds
+from tests.harness.worker.fake_engine import FakeEngine
 from tests.harness.worker.fake_scheduler import (
     FakeIntake,
     FakeRequest,
@@ -162,6 +164,16 @@ def test_a_task_that_ends_meanwhile_is_not_carried() -> None:
     cell.prompts.pop("short")
     finish_move(cell)
     check_streams(cell)
+
+
+def test_a_follower_lets_loads_end_before_it_copies_into_pages_set_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its leader may have given up loads whose blocks these are, and knows only its own copies."""
+    ordered: list[Rank] = []
+    monkeypatch.setattr(FakeEngine, "order_copies", lambda self: ordered.append(self.spec.rank))
+    copy_early(busy("tp2", 1), "dp2")
+    assert ordered == [Rank(1)]
 
 
 def test_leaders_set_nothing_aside_without_a_grant() -> None:

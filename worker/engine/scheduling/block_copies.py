@@ -100,6 +100,9 @@ class BlockStores(Protocol):
         `written` returns the blocks that the step gives to tasks or loads.
         """
 
+    def skip_step(self) -> None:
+        """Note that a step stores nothing; later ones store what it fills."""
+
     def ended(self, request: Request) -> None:
         """Forget a task; it still has its blocks."""
 

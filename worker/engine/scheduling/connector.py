@@ -169,8 +169,10 @@ class BlockConnector:
             # The end of a step that computes nothing does not tell that members have their loads.
             places, blocks = self._ahead.await_arrived(step)
             taken, into = [*taken, *places], [*into, *blocks]
-        if self._stores is not None and not step.lost_blocks:
+        if self._stores is not None and step.lost_blocks:
             # What lost groups give counts only after the step; the next one stores it.
+            self._stores.skip_step()
+        elif self._stores is not None:
             written = partial(_written, scheduler_output, step)
             tokens, begun = scheduler_output.num_scheduled_tokens, _begun(scheduler_output)
             self._stores.plan(step, tokens, begun, now_s, written)

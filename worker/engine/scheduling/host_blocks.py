@@ -148,6 +148,7 @@ class HostBlocks:
         is_aside = self._rules.is_aside
         if not self._is_ready:
             self._last.clear()
+            self.skip_step()
             return
         looks = LOOKS_PER_STEP + sum(tokens.values()) // self._scheduler.block_size
         filled: list[_Filled] = [(None, key, block) for key, block in self._last[:looks]]
@@ -163,6 +164,10 @@ class HostBlocks:
             self._store(step, filled, now_s)
         if is_aside:
             self._guard(step, written)
+
+    def skip_step(self) -> None:
+        """Look at all tasks in the next step, as this one stores nothing."""
+        self._due.clear()
 
     def _filled(self, name: str, tokens: int, looks: int) -> Iterable[_Filled]:
         """Return the blocks of a task that are full, with the step's tokens or beside it before.

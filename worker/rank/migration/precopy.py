@@ -214,6 +214,7 @@ class PreCopy:
         else:
             indices = np.array(message.lease_indices, dtype=np.int64)
             self._aside = message.epoch, message.round, indices
+            self._runtime.engine.order_copies()
             self._is_settled = self._runtime.engine.done()
 
     def _read_all(self, directive: Directive) -> dict[int, Manifest] | None:
