@@ -59,14 +59,19 @@ def hasher_of(base: VllmConfig) -> Any:
     return get_request_block_hasher(BLOCK, hash_fn)
 
 
-def scheduler_of(base: VllmConfig, *indices: int, pages: int = PAGES) -> ModeScheduler:
+def scheduler_of(
+    base: VllmConfig,
+    *indices: int,
+    pages: int = PAGES,
+    kind: type[ModeScheduler] = ModeScheduler,
+) -> ModeScheduler:
     """A scheduler of width 4 that may use the blocks of these lease indices."""
     config = mode_config(base, ModeKey(Mode.DP, 1), LAYOUT.name)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
     kv = KVBuffer({"layer": spec}, pages, torch.device("cpu")).config(Split(1, WIDTH))
     config.cache_config.num_gpu_blocks = kv.num_blocks
     with set_current_vllm_config(config):
-        made = ModeScheduler(config, kv, StructuredOutputManager(config), WIDTH)
+        made = kind(config, kv, StructuredOutputManager(config), WIDTH)
     if indices:
         made.grant(np.array(indices))
     return made

@@ -1,0 +1,338 @@
+"""Random tasks of a group of two whose copies go beside steps: all KV that is read is right.
+
+Steps and copies are work on simulated streams, which may be done in any order that their waits
+allow. The scheduler, its hooks, the directory of host pages and the lanes are the product's.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+from vllm.v1.outputs import ModelRunnerOutput
+
+from comm_pool.layout import Rank
+from kvadaptor.host.directory import HostDirectory
+from kvadaptor.host.layout import HostLayout
+from kvadaptor.host.page_copies import PageCopies
+from tests.harness.vllm.mode_schedulers import BLOCK, fresh, scheduler_of
+from worker.engine import host_lanes
+from worker.engine.host_kv import HostTier
+from worker.engine.host_lanes import HostLanes
+from worker.engine.scheduling import ahead_loads, host_blocks
+from worker.engine.scheduling.ahead_loads import AheadLoads
+from worker.engine.scheduling.block_copies import BlockCopies
+from worker.engine.scheduling.connector import BlockConnector
+from worker.engine.scheduling.host_blocks import HostBlocks, StoreRules
+from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
+from worker.engine.scheduling.step_plan import StepPlan
+
+SEEDS = 12
+TURNS = 220
+TASKS_MAX = 7
+GRANT = (1, 2)
+"""Two pages, of four blocks each: tasks are preempted, and blocks are free for a moment."""
+PROMPTS = (5, 20, 33, 40, 70, 100, 135)
+ANSWERS = (1, 2, 10, 30)
+TOKEN = 7
+"""What every step gives."""
+
+Content = list[int | None]
+"""What stands for the KV of a block: for each token, a hash of all tokens up to it."""
+
+
+@dataclass(eq=False)
+class Work:
+    """Something that a device does at once, after all that it waits for."""
+
+    waits_for: list["Work"]
+    effect: Callable[[], None]
+    is_over: bool = False
+
+
+@dataclass
+class Device:
+    """Does what it was given, in a random order that is allowed."""
+
+    draw: random.Random
+    waiting: list[Work] = field(default_factory=list)
+
+    def add(self, waits_for: Iterable[Work | None], effect: Callable[[], None]) -> Work:
+        work = Work([each for each in waits_for if each is not None], effect)
+        self.waiting.append(work)
+        return work
+
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            ready = [work for work in self.waiting if all(w.is_over for w in work.waits_for)]
+            if not ready:
+                return
+            work = self.draw.choice(ready)
+            work.effect()
+            work.is_over = True
+            self.waiting.remove(work)
+
+    def finish(self, work: Work) -> None:
+        while not work.is_over:
+            self.advance(1)
+
+
+@dataclass
+class Member:
+    """One rank of the group: its blocks, its share of the host pages, and its main stream."""
+
+    device: Device
+    share: int
+    pages: dict[tuple[int, int], Content]
+    """(page, share) -> its content, of all members."""
+    kv: dict[int, Content] = field(default_factory=dict)
+    last_step: Work | None = None
+    ordered: list[Work] = field(default_factory=list)
+    """What its next step waits for."""
+
+    def block(self, number: int) -> Content:
+        return self.kv.setdefault(number, [None] * BLOCK)
+
+    def launch(self, effect: Callable[[], None]) -> Work:
+        self.last_step = self.device.add([self.last_step, *self.ordered], effect)
+        self.ordered = []
+        return self.last_step
+
+
+@dataclass
+class Copying:
+    """See `boxes.Copying`."""
+
+    member: Member
+    work: Work
+
+    def is_over(self) -> bool:
+        return self.work.is_over
+
+    def order(self) -> None:
+        self.member.ordered.append(self.work)
+
+
+@dataclass
+class Stream:
+    """A stream of copies in one direction; see `host_lanes.Launcher`."""
+
+    member: Member
+    loads: bool
+    last: Work | None = None
+
+    def launch(self, copies: PageCopies, *, waits: bool = True) -> Copying:
+        member = self.member
+        before = [self.last, *([member.last_step, *member.ordered] if waits else [])]
+        shares = [
+            member.device.add(before, partial(self._copy, block, page))
+            for block, page in zip(copies.numbers, copies.pages, strict=True)
+        ]
+        self.last = member.device.add([*before, *shares], lambda: None)
+        return Copying(member, self.last)
+
+    def _copy(self, block: int, page: int) -> None:
+        member, place = self.member, (page, self.member.share)
+        if self.loads:
+            member.kv[block] = list(member.pages.get(place, [None] * BLOCK))
+        else:
+            member.pages[place] = list(member.block(block))
+
+
+@dataclass
+class Geometry:
+    page_bytes: int = 64
+    tokens_per_slot: int = BLOCK
+
+    def slots_per_page(self, width: int) -> int:
+        return width
+
+
+@dataclass
+class Counts:
+    hit_tokens: int = 0
+    full: int = 0
+    stored: int = 0
+    ahead: int = 0
+
+
+@dataclass
+class Launched:
+    """A step that is under way."""
+
+    plan: StepPlan
+    works: list[Work]
+    gives: set[str]
+    """Tasks that get a token."""
+
+
+class World:
+    """A group of two, its tasks, and what must be in their blocks."""
+
+    def __init__(self, base: VllmConfig, hasher: Any, seed: int, *, is_async: bool) -> None:
+        self.draw, self.hasher, self.is_async = random.Random(seed), hasher, is_async
+        self.device, self.counts = Device(self.draw), Counts()
+        self.layout = HostLayout(2, self.draw.choice([6, 14]), 64)
+        memory = memoryview(bytearray(self.layout.data_at))
+        directories = [HostDirectory(memory, self.layout, rank, 0.0) for rank in range(2)]
+        self.directory = directories[0]
+        pages: dict[tuple[int, int], Content] = {}
+        self.members = [Member(self.device, share, pages) for share in range(2)]
+        self.pages = pages
+        self.tiers = []
+        for member, directory in zip(self.members, directories, strict=True):
+            directory.set_ready(is_ready=True)
+            own, ahead, stores = (Stream(member, loads=loads) for loads in (True, True, False))
+            lanes = HostLanes(own, ahead, stores, 64)
+            parts: Any = (directory, Geometry(), own, stores, lanes)
+            self.tiers.append(HostTier(*parts))
+        self.scheduler = self._make_scheduler(base)
+        self.blocks_of_key: dict[bytes, list[int]] = {}
+        """The tokens up to the end of the block that a hash stands for."""
+        self.starts = [self.draw.choices(range(1_000, 9_000), k=200) for _ in range(4)]
+        self.tokens: dict[str, list[int]] = {}
+        self.under_way: list[Launched] = []
+
+    def _make_scheduler(self, base: VllmConfig) -> ModeScheduler:
+        kind = AsyncModeScheduler if self.is_async else ModeScheduler
+        scheduler = scheduler_of(base, *GRANT, kind=kind)
+        rules = StoreRules((0, 1), 2, True, lambda _: True, lambda tokens: tokens > BLOCK)
+        pages = HostBlocks(scheduler, self.directory, self.counts, rules)
+        pool, lanes = scheduler.kv_cache_manager.block_pool, self.tiers[0].lanes
+        assert lanes is not None
+        ahead = AheadLoads(pool, BLOCK, lanes, 0.002)
+        scheduler.use_connector(BlockConnector(scheduler, (pages,), pages, ahead))
+        return scheduler
+
+    # ------------------------------------------------------------------ tasks
+
+    def turn(self, cancels: float) -> None:
+        """Add or end a task, run a step, and let some work be done."""
+        scheduler, draw = self.scheduler, self.draw
+        if draw.random() < 0.35 and len(scheduler.requests) < TASKS_MAX:
+            self._add(f"task-{len(self.tokens)}")
+        if draw.random() < cancels and scheduler.requests:
+            self._collect(0)
+            if scheduler.requests:
+                scheduler.take_back([draw.choice(list(scheduler.requests))])
+        if scheduler.has_requests():
+            self._launch(scheduler.plan_step(lambda: None))
+            self._collect(int(self.is_async))
+        else:
+            self._collect(0)
+        self.device.advance(draw.choice([0, 0, 1, 3, 10]))
+        self._check_pages()
+
+    def _add(self, name: str) -> None:
+        start = self.draw.choice(self.starts)[: self.draw.choice(PROMPTS)]
+        prompt = start + [self.draw.randrange(100)] * (self.draw.random() < 0.4)
+        request = fresh(name, prompt, self.hasher)
+        request.max_tokens = self.draw.choice(ANSWERS)
+        self.tokens[name] = prompt
+        self.scheduler.add_task(request, [])
+
+    # ------------------------------------------------------------------ steps
+
+    def _launch(self, plan: StepPlan) -> None:
+        copies, scheduled = plan.output.kv_connector_metadata, plan.output.num_scheduled_tokens
+        copies = copies if isinstance(copies, BlockCopies) else BlockCopies()
+        self.counts.stored += len(copies.store_blocks)
+        self.counts.ahead += len(copies.ahead_blocks)
+        spans, gives = [], set()
+        for name, count in scheduled.items():
+            request = self.scheduler.requests[name]
+            end, size = request.num_computed_tokens, self.scheduler.block_size
+            for number, key in enumerate(request.block_hashes, 1):
+                self.blocks_of_key.setdefault(bytes(key), self._known(name)[: number * size])
+            spans.append((name, end - count, end, list(self.scheduler._blocks_of(name))))
+            if end >= request.num_tokens:
+                gives.add(name)
+        works = []
+        for number, (member, tier) in enumerate(zip(self.members, self.tiers, strict=True)):
+            begin, after = tier.copies(copies, (Rank(0), Rank(1)), number, None)
+            begin()
+            works.append(member.launch(partial(self._compute, member, spans)))
+            after()
+            tier.look()
+        self.under_way.append(Launched(plan, works, gives))
+
+    def _compute(self, member: Member, spans: list[tuple[str, int, int, list[int]]]) -> None:
+        for name, start, end, blocks in spans:
+            for place in range(start, end):
+                member.block(blocks[place // BLOCK])[place % BLOCK] = self._value(name, place)
+        for name, _, end, blocks in spans:
+            found = [member.block(blocks[place // BLOCK])[place % BLOCK] for place in range(end)]
+            wanted = [self._value(name, place) for place in range(end)]
+            assert found == wanted, f"member {member.share} reads other KV for {name}"
+
+    def _collect(self, most: int) -> None:
+        """Take in steps until no more than this are under way."""
+        while len(self.under_way) > most:
+            step = self.under_way.pop(0)
+            for work in step.works:
+                self.device.finish(work)
+            names = list(step.plan.output.num_scheduled_tokens)
+            here = self.scheduler.requests
+            tokens = [[TOKEN] if name in step.gives and name in here else [] for name in names]
+            index = {name: number for number, name in enumerate(names)}
+            result = ModelRunnerOutput(
+                req_ids=names, req_id_to_index=index, sampled_token_ids=tokens
+            )
+            self.scheduler.finish_step(step.plan, result)
+            self.tiers[0].step_is_over()
+
+    # ------------------------------------------------------------------ what is right
+
+    def _known(self, name: str) -> list[int]:
+        return self.tokens[name] + [TOKEN] * 300
+
+    def _value(self, name: str, place: int) -> int:
+        return hash(tuple(self._known(name)[: place + 1]))
+
+    def _check_pages(self) -> None:
+        """Complete host pages of the leader hold the blocks that their hashes stand for."""
+        for page in self.layout.pages_of(0):
+            key = self.directory._hash_of(page)
+            if (
+                key is None
+                or key not in self.blocks_of_key
+                or not self.directory._is_complete(page)
+            ):
+                continue
+            tokens = self.blocks_of_key[key]
+            ends = range(len(tokens) - BLOCK + 1, len(tokens) + 1)
+            wanted = [hash(tuple(tokens[:end])) for end in ends]
+            for share in range(2):
+                assert self.pages[page, share] == wanted, f"page {page} holds another block"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("cancels", "looks"), [(0.06, 128), (0.4, 1)])
+def test_all_kv_that_is_read_is_right(
+    base: VllmConfig,
+    hasher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_async: bool,
+    cancels: float,
+    looks: int,
+) -> None:
+    monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
+    monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 1)
+    monkeypatch.setattr(host_lanes, "STORE_WAIT_S", 0.0)
+    monkeypatch.setattr(ahead_loads, "IDLE_S", 0.0)
+    monkeypatch.setattr(host_blocks, "LOOKS_PER_STEP", looks)
+    stored = ahead = hits = 0
+    for seed in range(SEEDS):
+        world = World(base, hasher, seed, is_async=is_async)
+        for _ in range(TURNS):
+            world.turn(cancels)
+        stored += world.counts.stored
+        ahead += world.counts.ahead
+        hits += world.counts.hit_tokens
+    assert min(stored, ahead, hits) > 0, "each kind of copy was drawn"
