@@ -13,6 +13,7 @@ process may end at any instruction. Invariants:
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ _TAGS = 255
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
+Generation = TypeVar("Generation", int, Words)
 
 
 class HostDirectory:
@@ -195,7 +197,7 @@ class HostDirectory:
 
     def tags(self, pages: Sequence[int]) -> list[int]:
         """Return the tags with which members mark their shares of the rank's own pages."""
-        tags: list[int] = _tags(self._table[self._numbers(pages), _GENERATION]).tolist()
+        tags: list[int] = _tag(self._table[self._numbers(pages), _GENERATION]).tolist()
         return tags
 
     def is_written(self, page: int, tag: int) -> bool:
@@ -224,7 +226,7 @@ class HostDirectory:
         entries = self._table[self._numbers(pages)]
         generations, shares = entries[:, _GENERATION], entries[:, _SHARES]
         marks = entries[:, _COMPLETE:].copy().view(np.uint8)
-        is_marked = marks == _tags(generations)[:, None]
+        is_marked = marks == _tag(generations)[:, None]
         is_other = np.arange(SHARES_MAX) >= shares[:, None]
         is_entry = (generations % np.uint64(2) == 0) & (shares > 0)
         numbers = np.flatnonzero((is_marked | is_other).all(axis=1) & is_entry)
@@ -405,14 +407,9 @@ _TRIES = 64
 assert ENTRY_WORDS * WORD_BYTES == WORD_BYTES * _COMPLETE + SHARES_MAX
 
 
-def _tag(generation: int) -> int:
-    """Return the completeness tag of an even generation; never 0."""
-    return (generation // 2) % _TAGS + 1
-
-
-def _tags(generations: Words) -> Words:
-    """Return the completeness tags of (n,) even generations."""
-    return generations // np.uint64(2) % np.uint64(_TAGS) + np.uint64(1)
+def _tag(generation: Generation) -> Generation:
+    """Return the completeness tag of an even generation, or of each of several; never 0."""
+    return generation // 2 % _TAGS + 1
 
 
 def _padded(key: bytes) -> bytes:
