@@ -160,10 +160,10 @@ class HostDirectory:
     # ------------------------------------------------------------------ writers
 
     def allocate(self, keys: Sequence[bytes], shares: int, now_s: float) -> list[int]:
-        """Return pages to fill with the blocks of these hashes, the first ones if some are in use.
+        """Return a page for the block of each of these hashes, which are all different.
 
-        All are different. `shares` members will each write their
-        heads and then call `complete`.
+        If too few pages can be had, only the first hashes get one. `shares` members will each write
+        their heads and then call `complete`.
         """
         if not 1 <= shares <= SHARES_MAX:
             raise HostMemoryError(
