@@ -394,7 +394,6 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "steps of lost groups count": ((Steps, "_counts", _counts_always),),
     "nobody hears of lost leases": ((Leases, "_lose", _tells_nobody),),
     "tasks go on without their last tokens": ((Migration, "_go_on", _goes_on_without_news),),
-    "survivors free pages that can be read": (_tells_no_reader(Leases, "_free"),),
     "copies change pages that can be read": ((CopyRounds, "_give_up_pages", _does_nothing),),
     "groups begin in pages that can be read": (_tells_no_reader(Leases, "_publish"),),
     "new processes empty pages that can be read": (_tells_no_reader(lost_kv, "open_directories"),),

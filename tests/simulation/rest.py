@@ -26,14 +26,12 @@ def unrest_of(world: "World") -> str | None:
         if process is None or not (core.views.is_available(rank) or is_wrong):
             return f"rank {rank} is not there"
         if not core.views.is_available(rank):
-            if core._roster[rank].incarnation != process.incarnation:
-                return f"rank {rank} is not the process that computed wrongly, and was not heard"
-            if held := _tasks_of(process):
-                return f"rank {rank} computes wrongly and still holds {sorted(held)}"
-            continue
-        if unrest := _unrest_of_rank(process):
+            unrest = _unrest_of_wrong_rank(core, process)
+        else:
+            unrest = _unrest_of_rank(process)
+        if unrest is not None:
             return f"rank {rank} {unrest}"
-        # A switch does not wait for the ranks of groups that stay.
+        # A switch waits neither for the ranks of groups that stay nor for those without a group.
         if (stage := process.participant.stage) != core._switcher.stage:
             return f"rank {rank} is at {stage}, not yet at {core._switcher.stage}"
     return _unrest_of_pool(core)
@@ -44,9 +42,7 @@ def check_rest(world: "World") -> None:
     assert world.core is not None
     world.core.integrity()
     check_layout(world)
-    # A rank that computes wrongly may not have heard of the last one.
-    views = world.core.views
-    stages = {each.participant.stage for each in world.alive if views.is_available(each.rank)}
+    stages = {rank.participant.stage for rank in world.alive}
     check(len(stages) == 1, f"ranks rest in different stages: {stages}")
     for rank in world.alive:
         rank.engine.pages.integrity(full=True)
@@ -57,6 +53,14 @@ def check_rest(world: "World") -> None:
             check(stream.end is not None, f"{stream.task} never ended")
             end = stream.end or ""
             world.stats.ends[end] = world.stats.ends.get(end, 0) + 1
+
+
+def _unrest_of_wrong_rank(core: Core, process: SimRank) -> str | None:
+    """Return what is not at rest on a rank that computes wrongly."""
+    if core._roster[process.rank].incarnation != process.incarnation:
+        return "is not the process that computed wrongly, and was not heard"
+    held = _tasks_of(process)
+    return f"computes wrongly and still holds {sorted(held)}" if held else None
 
 
 def _unrest_of_rank(process: SimRank) -> str | None:

@@ -60,7 +60,6 @@ FOUND_BY = {
     "nobody hears of lost leases": 93,
     "spoiled tasks go on": 3,
     "tasks go on without their last tokens": 3,
-    "survivors free pages that can be read": 35,
     "copies change pages that can be read": 953,
     "groups begin in pages that can be read": 2,
     "new processes empty pages that can be read": 2,
