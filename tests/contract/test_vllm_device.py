@@ -4,6 +4,8 @@ import gc
 import inspect
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,20 @@ from tests.harness.cells.servers import MODEL
 from worker.engine import device
 from worker.engine.config import KV_BYTES, EngineConfigError, engine_arguments, replica_config
 
+ROOT = Path(__file__).parents[2]
 THREADS = Path("/proc/self/task")
 
 
 def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
+    """In a process of its own: threads of earlier tests come and go."""
+    code = f"from {__name__} import check_launcher; check_launcher()"
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2_000:]
+
+
+def check_launcher() -> None:
+    """Prepare as a launcher does, and check what a fork would copy."""
     base = replica_config(
         check_config(
             {"model": {"path": str(MODEL)}, "cell": {"ranks": 1, "widths": [1], "layout": "dp1"}}
@@ -34,8 +46,7 @@ def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
     try:
         device.prepare_launcher(base)
         assert dispatcher._registry, "vLLM's CPU kernels are registered"
-        # A fork has the forking thread alone: what others held would be locked for ever. Threads
-        # of earlier tests may end meanwhile.
+        # A fork has the forking thread alone: what others held would be locked for ever.
         assert set(THREADS.iterdir()) <= threads
         assert gc.get_freeze_count() > frozen
     finally:
