@@ -5,16 +5,17 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.cells.gauges import all_there, gauges, settled_total, total
+from tests.harness.cells.gauges import all_there, settled_total, total
 from tests.harness.vllm.reshard_cases import vllm_settings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -26,7 +27,8 @@ TOKENS = 120
 MOVE_TOKENS = 400
 SUMMARY = "summary"
 
-KINDS: tuple[dict[str, Any], ...] = (
+Kinds = tuple[dict[str, Any], ...]
+KINDS: Kinds = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 5},
     {"temperature": 0.8, "seed": 6, "logprobs": 2},
@@ -37,38 +39,44 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 9},
 )
 """The last two have one prompt, as a request with n = 2."""
+PLAIN = KINDS[:4]
+
+of_kinds = pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(KINDS, id="all", marks=pytest.mark.chaos),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    with bare_cell(
-        tmp_path_factory.mktemp("lost"),
-        ranks=2,
-        engine_args=["--dtype", "float32", "--max-model-len", "1024"],
-    ) as running:
+    with cell_of(2, tmp_path_factory.mktemp("lost")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def cell_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    with bare_cell(
-        tmp_path_factory.mktemp("lost-of-four"),
-        ranks=4,
-        engine_args=["--dtype", "float32", "--max-model-len", "1024"],
-    ) as running:
+    with cell_of(4, tmp_path_factory.mktemp("lost-of-four")) as running:
         yield running
+
+
+def cell_of(ranks: int, folder: Path) -> AbstractContextManager[BareCell]:
+    arguments = ["--dtype", "float32", "--max-model-len", "1024"]
+    return bare_cell(folder, ranks=ranks, engine_args=arguments)
 
 
 def prompt(name: str) -> list[int]:
     return random.Random(name).choices(range(10, 4000), k=PROMPT_TOKENS)
 
 
-def submit(client: TaskClient, tag: str, number: int, *, before: str = "") -> str:
+def submit(client: TaskClient, tag: str, number: int, kinds: Kinds, *, before: str = "") -> str:
     """Send a request of the kind that this number has; returns its name."""
-    kind = number % len(KINDS)
-    twin = number - 1 if kind == len(KINDS) - 1 else number
+    kind = kinds[number % len(kinds)]
+    twin = number - 1 if kind is KINDS[-1] else number
     name = f"{tag}-{number}"
-    settings = vllm_settings(KINDS[kind])
+    settings = vllm_settings(kind)
     client.submit(before + name, prompt(f"{tag}-{twin}"), max_tokens=TOKENS, **settings)
     return name
 
@@ -81,33 +89,36 @@ def submit(client: TaskClient, tag: str, number: int, *, before: str = "") -> st
         pytest.param("sp2", 1, marks=pytest.mark.chaos),
     ],
 )
+@of_kinds
 async def test_no_full_block_is_computed_again(
-    cell: BareCell, layout: str, victim: int, record_property: Any
+    cell: BareCell, layout: str, victim: int, kinds: Kinds, record_property: Any
 ) -> None:
-    record_property(SUMMARY, await kill_under_streams(cell, layout, victim))
+    record_property(SUMMARY, await kill_under_streams(cell, layout, victim, kinds))
 
 
 @pytest.mark.parametrize("victim", [0, 3])
+@of_kinds
 async def test_a_wide_group_loses_a_member(
-    cell_of_four: BareCell, victim: int, record_property: Any
+    cell_of_four: BareCell, victim: int, kinds: Kinds, record_property: Any
 ) -> None:
-    record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim))
+    record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim, kinds))
 
 
 @pytest.mark.parametrize(
     ("layout", "victim"), [("tp2", 1), pytest.param("dp2", 0, marks=pytest.mark.chaos)]
 )
+@of_kinds
 async def test_a_rank_stands_still(
-    cell: BareCell, layout: str, victim: int, record_property: Any
+    cell: BareCell, layout: str, victim: int, kinds: Kinds, record_property: Any
 ) -> None:
     """Its process lives and still writes the step that it is in, and others read its memory."""
     pid = cell.get("/admin/ranks")["ranks"][victim]["pid"]
     stop, go_on = (partial(send, number=number) for number in (signal.SIGSTOP, signal.SIGCONT))
     try:
-        told = await kill_under_streams(cell, layout, victim, kill=stop, revive=go_on)
+        summary = await kill_under_streams(cell, layout, victim, kinds, kill=stop, revive=go_on)
     finally:
         go_on(pid)
-    record_property(SUMMARY, told)
+    record_property(SUMMARY, summary)
 
 
 def send(pid: int, number: int = signal.SIGKILL) -> None:
@@ -119,6 +130,7 @@ async def kill_under_streams(
     cell: BareCell,
     layout: str,
     victim: int,
+    kinds: Kinds,
     kill: Callable[[int], None] = send,
     revive: Callable[[int], None] = lambda _: None,
 ) -> str:
@@ -127,10 +139,10 @@ async def kill_under_streams(
     cell.switch(layout, "recompute")
     client = TaskClient()
     async with client.connected(cell):
-        await asyncio.sleep(0.5)  # A report.
-        hits = sum(each.get("lost_hits", 0) for each in without_rank(gauges(cell), victim))
-        tag = f"{layout}-{victim}"
-        names = [submit(client, tag, number) for number in range(STREAMS)]
+        others = [rank for rank in range(cell.config.cell.ranks) if rank != victim]
+        hits = await settled_total(cell, "lost_hits", *others)
+        tag = f"{layout}-{victim}-{len(kinds)}"
+        names = [submit(client, tag, number, kinds) for number in range(STREAMS)]
         await until_all(client, names, 30)
         known = {name: len(client.streams[name].tokens) for name in names}
         kill(pid := cell.get("/admin/ranks")["ranks"][victim]["pid"])
@@ -140,25 +152,22 @@ async def kill_under_streams(
         # All but the last token is looked up, and no stream has fewer tokens than then.
         full = sum(map(full_tokens, (PROMPT_TOKENS + known[name] - 1 for name in moved)))
         # The second of two streams with one prompt may find that on the device by then.
-        full -= STREAMS // len(KINDS) * full_tokens(PROMPT_TOKENS)
+        if KINDS[-1] in kinds:
+            full -= STREAMS // len(kinds) * full_tokens(PROMPT_TOKENS)
         # More where the lost rank is back early, and tasks move to it and load once more.
         assert await total(cell, "lost_hits", hits + full) - hits >= full
         revive(pid)
         await all_there(cell)
-        for number, (name, stream) in enumerate(zip(names[: len(KINDS)], streams, strict=False)):
-            submit(client, tag, number, before="calm-")
+        for number, (name, stream) in enumerate(zip(names[: len(kinds)], streams, strict=False)):
+            submit(client, tag, number, kinds, before="calm-")
             (alone,) = await client.finish(f"calm-{name}")
-            assert stream.tokens == alone.tokens, KINDS[number]
+            assert stream.tokens == alone.tokens, kinds[number]
         return f"lost rank {victim} of {layout}: {longest_pause_s(streams):.2f} s"
 
 
 def full_tokens(tokens: int) -> int:
     """Return how many of these tokens fill blocks."""
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-def without_rank(found: list[dict[str, int]], rank: int) -> list[dict[str, int]]:
-    return [each for number, each in enumerate(found) if number != rank]
 
 
 @pytest.mark.parametrize(
@@ -176,8 +185,7 @@ async def test_a_rank_is_killed_while_a_switch_moves_its_tasks(
     async with client.connected(cell):
         names = [f"move-{delay_ms}-{number}" for number in range(STREAMS)]
         for number, name in enumerate(names):
-            settings = vllm_settings(KINDS[number % len(KINDS)])
-            client.submit(name, prompt(name), max_tokens=MOVE_TOKENS, **settings)
+            client.submit(name, prompt(name), max_tokens=MOVE_TOKENS, **PLAIN[number % len(PLAIN)])
         await until_all(client, names, 30)
         pid = cell.get("/admin/ranks")["ranks"][victim]["pid"]
         asked = asyncio.create_task(
@@ -195,7 +203,7 @@ async def test_a_rank_is_killed_while_a_switch_moves_its_tasks(
         ideal = STREAMS * (PROMPT_TOKENS + MOVE_TOKENS) - there
         # The rank may be back before the streams end, and counts from 0.
         await all_there(cell)
-        now = sum([await settled_total(cell, "computed_tokens", rank) for rank in range(2)])
+        now = await settled_total(cell, "computed_tokens", 0, 1)
         again = now - computed - ideal
         pause_s = longest_pause_s(streams)
         record_property(
@@ -205,9 +213,9 @@ async def test_a_rank_is_killed_while_a_switch_moves_its_tasks(
         )
         assert lost
         assert again < len(names) * (BLOCK_TOKENS + 2)
-        for number in range(0, STREAMS, len(KINDS)):
+        for number in range(0, STREAMS, len(PLAIN)):
             client.submit(f"calm-{names[number]}", prompt(names[number]), max_tokens=MOVE_TOKENS)
-        for number in range(0, STREAMS, len(KINDS)):
+        for number in range(0, STREAMS, len(PLAIN)):
             (alone,) = await client.finish(f"calm-{names[number]}")
             assert streams[number].tokens == alone.tokens
 

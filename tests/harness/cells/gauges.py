@@ -23,10 +23,11 @@ async def total(cell: BareCell, name: str, at_least: int = 0) -> int:
         await asyncio.sleep(0.1)
 
 
-async def settled_total(cell: BareCell, name: str, rank: int) -> int:
-    """Return a gauge of one rank, once its last report has come."""
+async def settled_total(cell: BareCell, name: str, *ranks: int) -> int:
+    """Return the sum of a gauge over these ranks, once their last reports have come."""
     await asyncio.sleep(0.5)
-    return gauges(cell)[rank].get(name, 0)
+    found = gauges(cell)
+    return sum(found[rank].get(name, 0) for rank in ranks)
 
 
 async def all_there(cell: BareCell) -> None:
