@@ -10,7 +10,7 @@ process may end at any instruction. Invariants:
   evicts a page makes its generation odd first, and then looks at the pins. One of both gives way.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
@@ -32,9 +32,6 @@ from kvadaptor.host.layout import (
 
 WRITE_LIMIT_S = 60.0
 """How long a page may stay incomplete before it is allocated again: its writer has ended."""
-
-FEW_PAGES = 32
-"""As many pages are looked at one by one sooner than by arrays."""
 
 _GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
 _PINS_MAX = 255
@@ -65,7 +62,7 @@ class HostDirectory:
         self._hashes: dict[int, bytes] = {}
         self._read = [0] * layout.ranks
         """How many changes of each part are known."""
-        self._free: deque[int] = deque()
+        self._free: OrderedDict[int, None] = OrderedDict()
         self._used: OrderedDict[int, None] = OrderedDict()
         """Complete pages of the rank's own, the longest unused first, without those of `_held`."""
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -79,8 +76,6 @@ class HostDirectory:
         self._pins_at = at = layout.pins_at(rank)
         whole = np.frombuffer(memory, np.uint8, layout.data_at)
         self._whole: Bytes = whole
-        self._marks_at = WORD_BYTES * (np.array(self._entries, np.int64) + _COMPLETE)
-        """Where the completeness bytes of each page begin."""
         first = WORD_BYTES * self._entries[self._own.start]
         own = whole[first : first + WORD_BYTES * ENTRY_WORDS * layout.pages_per_rank]
         self._table: Words = own.view(np.uint64).reshape(-1, ENTRY_WORDS)
@@ -211,26 +206,13 @@ class HostDirectory:
     def complete(self, pages: Sequence[int], share: int, tags: Sequence[int]) -> None:
         """Mark that share `share` of these pages, of any ranks, is written."""
         with FENCE:
-            self._whole[self._marks_at[pages] + share] = tags
+            self._whole[[self._complete_at(page) + share for page in pages]] = tags
 
     def settle(self) -> None:
         """Count the pages of the rank's own that have become complete as used."""
-        for page in self._complete_pages(list(self._pending)):
+        for page in [page for page in self._pending if self._is_complete(page)]:
             del self._pending[page]
             self._keep(page)
-
-    def _complete_pages(self, pages: list[int]) -> list[int]:
-        """Return which of the rank's own pages are complete."""
-        if len(pages) <= FEW_PAGES:
-            return [page for page in pages if self._is_complete(page)]
-        entries = self._table[self._numbers(pages)]
-        generations, shares = entries[:, _GENERATION], entries[:, _SHARES]
-        marks = entries[:, _COMPLETE:].copy().view(np.uint8)
-        is_marked = marks == _tag(generations)[:, None]
-        is_other = np.arange(SHARES_MAX) >= shares[:, None]
-        is_entry = (generations % np.uint64(2) == 0) & (shares > 0)
-        numbers = np.flatnonzero((is_marked | is_other).all(axis=1) & is_entry)
-        return [pages[number] for number in numbers.tolist()]
 
     def _keep(self, page: int) -> None:
         """Count a page of the rank's own as used most recently."""
@@ -265,13 +247,7 @@ class HostDirectory:
 
     def _free_pages(self, count: int, now_s: float) -> list[int]:
         """Take this many pages of the rank's own, or fewer; their generations are then odd."""
-        taken: list[int] = []
-        while self._free and len(taken) < count:
-            wanted = [self._free.popleft() for _ in range(min(count - len(taken), len(self._free)))]
-            taken += (found := self._take(wanted))
-            for page in wanted if len(found) < len(wanted) else ():
-                if page not in found:
-                    self._keep(page)
+        taken = self._evict(self._free, count)
         if now_s - next(iter(self._pending.values()), now_s) > WRITE_LIMIT_S:
             self._give_up_late(now_s)
         taken += self._evict(self._used, count - len(taken))
@@ -330,9 +306,9 @@ class HostDirectory:
                 self._words[word + _SHARES] = 0
                 self._words[word + _GENERATION] = generation + 1
                 self._journal([page])
-                self._free.append(page)
+                self._free[page] = None
             elif not self._words[word + _SHARES]:
-                self._free.append(page)
+                self._free[page] = None
             elif self._is_complete(page):
                 self._keep(page)
             else:

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from comm_pool.layout import Rank
+from kvadaptor.geometry import PageGeometry
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
 from kvadaptor.host.page_copies import PageCopies
@@ -40,6 +41,7 @@ GRANT = (1, 2)
 """Two pages, of four blocks each: tasks are preempted, and blocks are free for a moment."""
 PROMPTS = (5, 20, 33, 40, 70, 100, 135)
 ANSWERS = (1, 2, 10, 30)
+GEOMETRY = PageGeometry(1, 2, 1, 1, 1, BLOCK)
 TOKEN = 7
 """What every step gives."""
 
@@ -146,15 +148,6 @@ class Stream:
 
 
 @dataclass
-class Geometry:
-    page_bytes: int = 64
-    tokens_per_slot: int = BLOCK
-
-    def slots_per_page(self, width: int) -> int:
-        return width
-
-
-@dataclass
 class Counts:
     hit_tokens: int = 0
     full: int = 0
@@ -189,9 +182,8 @@ class World:
         for member, directory in zip(self.members, directories, strict=True):
             directory.set_ready(is_ready=True)
             own, ahead, stores = (Stream(member, loads=loads) for loads in (True, True, False))
-            lanes = HostLanes(own, ahead, stores, 64)
-            parts: Any = (directory, Geometry(), own, stores, lanes)
-            self.tiers.append(HostTier(*parts))
+            lanes = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
+            self.tiers.append(HostTier(directory, GEOMETRY, own, stores, lanes))
         self.scheduler = self._make_scheduler(base)
         self.blocks_of_key: dict[bytes, list[int]] = {}
         """The tokens up to the end of the block that a hash stands for."""

@@ -8,11 +8,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
+from kvadaptor.geometry import PageGeometry
 from kvadaptor.host.page_copies import PageCopies
 from worker.engine import host_lanes
 from worker.engine.host_kv import HostTier
 from worker.engine.host_lanes import HostLanes
 from worker.engine.scheduling.block_copies import BlockCopies
+
+GEOMETRY = PageGeometry(1, 2, 1, 1, 1, 16)
 
 
 class Copying:
@@ -37,15 +40,6 @@ class Stream:
 
 
 @dataclass
-class Geometry:
-    page_bytes: int = 64
-    tokens_per_slot: int = 16
-
-    def slots_per_page(self, width: int) -> int:
-        return width
-
-
-@dataclass
 class Member:
     """A follower in a group of two; block n of it has the page that `kv` says."""
 
@@ -53,10 +47,9 @@ class Member:
 
     def __post_init__(self) -> None:
         own, ahead, stores = Stream(self.kv), Stream(self.kv), Stream({})
-        self.lanes = HostLanes(own, ahead, stores, 64)
+        self.lanes = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
         unused: Any = None
-        geometry: Any = Geometry()
-        self.tier = HostTier(unused, geometry, own, stores, self.lanes)
+        self.tier = HostTier(unused, GEOMETRY, own, stores, self.lanes)
 
     def run(self, **copies: Any) -> None:
         begin, _ = self.tier.copies(BlockCopies(**copies), (Rank(0), Rank(1)), 1, None)
