@@ -6,9 +6,9 @@ again. No lock is shared, so a process may end at any instruction. Invariants:
 
 - An entry is valid only after the step that fills its block, and no more before a step that writes
   to the block again.
-- A member withdraws its mark of a page, or of all, before the page gets other content. All marks
-  belong to one formation and do not come back in it. So a reader that finds entry and marks
-  unchanged after its copies has copied that block.
+- A member withdraws its marks of the blocks in a page, or of all, before the page gets other
+  content. All marks belong to one formation and do not come back in it. So a reader that finds
+  entry and marks unchanged after its copies has copied that block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ class DirectoryShape:
         """The bytes at which words, marks, states, versions, hashes and slots begin, and end."""
         words = _WORD_BYTES * (_HEADER_WORDS + 2 * self.width)
         versions, hashes = _WORD_BYTES * self.blocks, HASH_BYTES * self.blocks
-        sizes = (words, self.width * self.num_pages, self.blocks, versions, hashes)
+        sizes = (words, self.width * self.blocks, self.blocks, versions, hashes)
         slots = 4 * self.width * self.blocks if self.width > 1 else 0
         at = [0]
         for size in (*sizes, slots):
@@ -75,10 +75,10 @@ class GroupDirectory:
     def __init__(self, memory: memoryview, shape: DirectoryShape) -> None:
         self.shape = shape
         words, marks, states, versions, hashes, slots, end = shape.offsets
-        k, pages, blocks = shape.width, shape.num_pages, shape.blocks
+        k, blocks = shape.width, shape.blocks
         whole = np.frombuffer(memory, np.uint8, shape.num_bytes)
         self._words = whole[words : _WORD_BYTES * (_HEADER_WORDS + 2 * k)].view(np.int64)
-        self._marks = whole[marks : marks + k * pages].reshape(k, pages)
+        self._marks = whole[marks : marks + k * blocks].reshape(k, blocks)
         self._states = whole[states : states + blocks]
         self._versions = whole[versions : versions + _WORD_BYTES * blocks].view(np.int64)
         self._hashes = whole[hashes : hashes + HASH_BYTES * blocks].reshape(blocks, HASH_BYTES)
@@ -143,7 +143,7 @@ class GroupDirectory:
     # ------------------------------------------------------------------ each member
 
     def keep(self, rank: int, formation: int, slots: npt.NDArray[np.int32] | None) -> None:
-        """Mark all pages of a member as its own; `slots` (B,) is its table, None in dp."""
+        """Mark that a member has all blocks; `slots` (B,) is its table, None in dp."""
         place = self.shape.ranks.index(rank)
         self._intact[place] = 0
         if slots is not None and self._slots is not None:
@@ -152,28 +152,29 @@ class GroupDirectory:
         with FENCE:
             self._intact[place] = formation
 
-    def give_up(self, rank: int, indices: Numbers | None = None) -> None:
-        """Withdraw a member's marks of these (n,) lease indices, or all; then pages may change."""
+    def give_up(self, rank: int, blocks: Numbers | None = None) -> None:
+        """Withdraw a member's marks of these (n,) blocks, or all; then their slots may change."""
         place = self.shape.ranks.index(rank)
         with FENCE:
-            if indices is None:
+            if blocks is None:
                 self._intact[place] = 0
             else:
-                self._marks[place, indices] = 0
+                self._marks[place, blocks] = 0
         with FENCE:
             pass
 
     def give_up_pages(self, rank: int, pages: Numbers) -> None:
-        """Withdraw a member's marks of all lease indices with a slot in these (n,) pages."""
+        """Withdraw a member's marks of all blocks that it has in these (n,) pages.
+
+        A migration may have put the blocks of one lease index into several pages.
+        """
         place = self.shape.ranks.index(rank)
         if not self._intact[place]:
             return
         changes = np.zeros(self.shape.num_pages, dtype=np.bool_)
         changes[pages] = True
-        if self._slots is not None:
-            slots = self.shape.slots_per_page
-            changes = changes[self._slots[place] // slots].reshape(-1, slots).any(axis=1)
-        self.give_up(rank, np.flatnonzero(changes))
+        slots = self.slots(place, np.arange(self.shape.blocks))
+        self.give_up(rank, np.flatnonzero(changes[slots // self.shape.slots_per_page]))
 
     # ------------------------------------------------------------------ readers
 
@@ -202,9 +203,9 @@ class GroupDirectory:
         return numbers.tolist(), keys
 
     def are_valid(self, blocks: Numbers) -> npt.NDArray[np.bool_]:
-        """Return, per block, whether its entry is valid and all members have its page."""
+        """Return, per block, whether its entry is valid and all members have it."""
         with FENCE:
-            marks = self._marks[:, blocks // self.shape.slots_per_page]
+            marks = self._marks[:, blocks]
             valid: npt.NDArray[np.bool_] = (self._states[blocks] != 0) & marks.all(axis=0)
         return valid
 
@@ -217,7 +218,7 @@ class GroupDirectory:
             return self._versions.copy()
 
     def is_same(self, block: int, version: int) -> bool:
-        """Return whether an entry is valid, as all that time, and all members have its page."""
+        """Return whether an entry is valid, as all that time, and all members have it."""
         is_valid = bool(self.are_valid(np.array([block], dtype=np.int64))[0])
         return is_valid and int(self._versions[block]) == version
 

@@ -27,8 +27,7 @@ TOKENS = 120
 MOVE_TOKENS = 400
 SUMMARY = "summary"
 
-Kinds = tuple[dict[str, Any], ...]
-KINDS: Kinds = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 5},
     {"temperature": 0.8, "seed": 6, "logprobs": 2},
@@ -40,14 +39,6 @@ KINDS: Kinds = (
 )
 """The last two have one prompt, as a request with n = 2."""
 PLAIN = KINDS[:4]
-
-of_kinds = pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(KINDS, id="all", marks=pytest.mark.chaos),
-    ],
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +62,9 @@ def prompt(name: str) -> list[int]:
     return random.Random(name).choices(range(10, 4000), k=PROMPT_TOKENS)
 
 
-def submit(client: TaskClient, tag: str, number: int, kinds: Kinds, *, before: str = "") -> str:
+def submit(client: TaskClient, tag: str, number: int, *, before: str = "") -> str:
     """Send a request of the kind that this number has; returns its name."""
-    kind = kinds[number % len(kinds)]
+    kind = KINDS[number % len(KINDS)]
     twin = number - 1 if kind is KINDS[-1] else number
     name = f"{tag}-{number}"
     settings = vllm_settings(kind)
@@ -89,33 +80,30 @@ def submit(client: TaskClient, tag: str, number: int, kinds: Kinds, *, before: s
         pytest.param("sp2", 1, marks=pytest.mark.chaos),
     ],
 )
-@of_kinds
 async def test_no_full_block_is_computed_again(
-    cell: BareCell, layout: str, victim: int, kinds: Kinds, record_property: Any
+    cell: BareCell, layout: str, victim: int, record_property: Any
 ) -> None:
-    record_property(SUMMARY, await kill_under_streams(cell, layout, victim, kinds))
+    record_property(SUMMARY, await kill_under_streams(cell, layout, victim))
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-@of_kinds
 async def test_a_wide_group_loses_a_member(
-    cell_of_four: BareCell, victim: int, kinds: Kinds, record_property: Any
+    cell_of_four: BareCell, victim: int, record_property: Any
 ) -> None:
-    record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim, kinds))
+    record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim))
 
 
 @pytest.mark.parametrize(
     ("layout", "victim"), [("tp2", 1), pytest.param("dp2", 0, marks=pytest.mark.chaos)]
 )
-@of_kinds
 async def test_a_rank_stands_still(
-    cell: BareCell, layout: str, victim: int, kinds: Kinds, record_property: Any
+    cell: BareCell, layout: str, victim: int, record_property: Any
 ) -> None:
     """Its process lives and still writes the step that it is in, and others read its memory."""
     pid = cell.get("/admin/ranks")["ranks"][victim]["pid"]
     stop, go_on = (partial(send, number=number) for number in (signal.SIGSTOP, signal.SIGCONT))
     try:
-        summary = await kill_under_streams(cell, layout, victim, kinds, kill=stop, revive=go_on)
+        summary = await kill_under_streams(cell, layout, victim, kill=stop, revive=go_on)
     finally:
         go_on(pid)
     record_property(SUMMARY, summary)
@@ -130,7 +118,6 @@ async def kill_under_streams(
     cell: BareCell,
     layout: str,
     victim: int,
-    kinds: Kinds,
     kill: Callable[[int], None] = send,
     revive: Callable[[int], None] = lambda _: None,
 ) -> str:
@@ -141,8 +128,8 @@ async def kill_under_streams(
     async with client.connected(cell):
         others = [rank for rank in range(cell.config.cell.ranks) if rank != victim]
         hits = await settled_total(cell, "lost_hits", *others)
-        tag = f"{layout}-{victim}-{len(kinds)}"
-        names = [submit(client, tag, number, kinds) for number in range(STREAMS)]
+        tag = f"{layout}-{victim}"
+        names = [submit(client, tag, number) for number in range(STREAMS)]
         await until_all(client, names, 30)
         known = {name: len(client.streams[name].tokens) for name in names}
         kill(pid := cell.get("/admin/ranks")["ranks"][victim]["pid"])
@@ -152,16 +139,15 @@ async def kill_under_streams(
         # All but the last token is looked up, and no stream has fewer tokens than then.
         full = sum(map(full_tokens, (PROMPT_TOKENS + known[name] - 1 for name in moved)))
         # The second of two streams with one prompt may find that on the device by then.
-        if KINDS[-1] in kinds:
-            full -= STREAMS // len(kinds) * full_tokens(PROMPT_TOKENS)
+        full -= STREAMS // len(KINDS) * full_tokens(PROMPT_TOKENS)
         # More where the lost rank is back early, and tasks move to it and load once more.
         assert await total(cell, "lost_hits", hits + full) - hits >= full
         revive(pid)
         await all_there(cell)
-        for number, (name, stream) in enumerate(zip(names[: len(kinds)], streams, strict=False)):
-            submit(client, tag, number, kinds, before="calm-")
+        for number, (name, stream) in enumerate(zip(names[: len(KINDS)], streams, strict=False)):
+            submit(client, tag, number, before="calm-")
             (alone,) = await client.finish(f"calm-{name}")
-            assert stream.tokens == alone.tokens, kinds[number]
+            assert stream.tokens == alone.tokens, KINDS[number]
         return f"lost rank {victim} of {layout}: {longest_pause_s(streams):.2f} s"
 
 

@@ -88,9 +88,9 @@ def test_pages_that_change_take_their_blocks_with_them() -> None:
     table = np.roll(np.arange(pair.shape.blocks, dtype=np.int32), -1)
     pair.follower.keep(3, 7, table)
     pair.leader.fill([2, 3, 4, 6], KEYS[:4])
-    # Slot 4 is in page 2; the follower has block 3 there, which shares an index with block 2.
+    # Slots 4 and 5 are in page 2; the follower has blocks 3 and 4 there.
     pair.follower.give_up_pages(3, np.array([2]))
-    assert pair.readable() == [6], "slot 5 of page 2 has block 4"
+    assert pair.readable() == [2, 6], "block 2 shares an index with block 3, but not its page"
     pair.leader.give_up_pages(2, np.array([1]))
     assert pair.readable() == [6]
     alone = Pair((4,))
@@ -110,10 +110,10 @@ def test_a_frozen_one_stays_as_it_is(pair: Pair) -> None:
     assert pair.reader.held_pages(2).tolist() == [1, 2]
 
 
-def test_members_give_up_pages_or_all(pair: Pair) -> None:
+def test_members_give_up_blocks_or_all(pair: Pair) -> None:
     pair.leader.fill([2, 3, 4], KEYS[:3])
-    pair.follower.give_up(3, np.array([1]))
-    assert pair.readable() == [4], "page 1 has blocks 2 and 3"
+    pair.follower.give_up(3, np.array([2, 3]))
+    assert pair.readable() == [4]
     pair.follower.give_up(3)
     assert not pair.reader.formation
 
@@ -128,7 +128,7 @@ def test_an_entry_that_comes_back_is_another_one(pair: Pair) -> None:
     assert not pair.reader.is_same(2, versions[2])
     assert pair.reader.is_same(2, pair.reader.versions()[2])
     assert pair.reader.is_same(3, versions[3])
-    pair.follower.give_up(3, np.array([1]))
+    pair.follower.give_up(3, np.array([3]))
     assert not pair.reader.is_same(3, versions[3])
 
 

@@ -133,7 +133,7 @@ def test_what_is_given_up_meanwhile_is_void() -> None:
     source.load(step, "task", [7, 8], [place for place in places if place is not None])
     assert kv.hit_tokens == 2 * Tasks.block_size
     assert source.gone(step) == set()
-    lost.give_up(1, np.array([2]))
+    lost.give_up(1, np.array([4]))
     assert source.gone(step) == {8}
     assert source.take(key_of(4)) is None, "it is not offered again"
     lost.give_up(0)

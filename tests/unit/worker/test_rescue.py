@@ -136,6 +136,20 @@ def test_a_migration_may_have_spread_a_block_over_the_pages_of_another_index() -
     assert rank.readable == []
 
 
+def test_a_block_is_read_whose_neighbour_was_in_a_page_that_is_freed() -> None:
+    """A migration put the two blocks of a lease index into two pages; a task holds one of them."""
+    rank = Survivor()
+    table = rank.engine.of_width(2).table
+    assert table is not None
+    table.assign(np.array([4, 5, 6, 7]), np.array([4, 6, 5, 7]))
+    rank.own.keep(1, BORN, table.all_slots())
+    rank.leader.fill([4, 5], [next(rank.keys), next(rank.keys)])
+    rank.leader.release([5])
+    rank.hear(BORN + 1, rank_0=2)
+    assert rank.leased == [2], "block 4 is in slot 4"
+    assert rank.readable == [4], "block 5 was in page 3, which may change"
+
+
 def test_a_group_that_is_left_whole_keeps_nothing() -> None:
     rank = Survivor()
     rank.fill(2, 3)
