@@ -8,7 +8,7 @@ others. `predict` calls this module, and the simulator in place of a GPU.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, step_name
 from coordinator.model.step_line import StepLine, fit, mean_ratio, plus, scaled, sums_of
 from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums, WidthTimes
 
@@ -33,7 +33,8 @@ class GroupCost:
     """The cost of a group of one width and mode: step times in seconds, KV in tokens.
 
     `prefill` differs from `decode` in shift groups, which compute large steps in sp. A step that
-    borrows takes at least its floor, so small ones take equally long.
+    borrows takes at least its floor, so small ones take equally long. A step of a pipeline group
+    stands for one of each stage, as many as there are stages: each task gets a token.
     """
 
     decode: StepLine
@@ -45,6 +46,8 @@ class GroupCost:
     """The least time of a step in the mode of `decode`; 0 if it borrows nothing."""
     prefill_floor_s: float = 0.0
     """The same in the mode of `prefill`, if that is another one."""
+    stages: int = 1
+    """The pipeline stages that a step passes."""
 
     def step_s(self, tokens: float, context: float) -> float:
         """Seconds of a step, in the faster mode."""
@@ -59,6 +62,19 @@ class GroupCost:
         if self.prefill is self.decode:
             return decode
         return min(decode, max(self.prefill_floor_s, self.prefill.seconds(tokens, context)))
+
+    def first_s(self, prompt: float) -> float:
+        """Seconds from the first step of a prompt to its last, if nothing else is computed."""
+        steps = -(-prompt * self.stages // self.chunk_tokens)
+        if self.stages == 1:
+            compute_s = self.step_s(prompt, 0.0) + (steps - 1) * self.decode.base_s
+            return max(compute_s, steps * self.floor_s)
+        # Steps follow each other through the stages, each a stage after the one before.
+        line, chunk = self.decode, min(prompt, self.chunk_tokens / self.stages)
+        others = self.stages - 1
+        return (steps + others) * line.base_s / self.stages + line.token_s * (
+            prompt + others * chunk
+        )
 
     @property
     def rest_s(self) -> float:
@@ -122,9 +138,9 @@ class StepFits:
         for each in times:
             floors_us = dict(each.floor_us)
             for name, points in each.curves:
-                if name not in set(Mode):
+                if (mode := _mode_of(name, each.width)) is None:
                     continue  # Layouts of mixed groups are no candidates.
-                mode, floor_us = Mode(name), floors_us.get(name, 0)
+                floor_us = floors_us.get(name, 0)
                 shortest_s = min(us for _, us in points) * 1e-6
                 if floor_us:
                     shortest_s = _shortest_s(times, each.width) or shortest_s
@@ -155,6 +171,13 @@ class StepFits:
         line = fit(plus(_recalibrated(prior, served), served))
         if line is not None and (line.base_s > 0 or line.token_s > 0):
             self._lines[key] = line
+
+
+def _mode_of(name: str, width: int) -> Mode | None:
+    """Return the mode of the groups whose steps a curve has; None for mixed ones."""
+    if name == step_name(Mode.PP, width):
+        return Mode.PP
+    return Mode(name) if name in set(Mode) else None
 
 
 def _recalibrated(prior: StepSums, served: StepSums) -> StepSums:

@@ -3,7 +3,7 @@
 `aileron replay` reads them back. Pure values; the coordinator's process writes them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -33,6 +33,7 @@ class GroupCostRecord(msgspec.Struct, frozen=True):
     chunk_tokens: int
     floor_us: float = 0.0
     prefill_floor_us: float = 0.0
+    stages: int = 1
 
 
 class GoalRecord(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class CostRecord(msgspec.Struct, frozen=True, tag="costs"):
     link_bytes_per_s: float
     goals: dict[str, GoalRecord]
     settings: dict[str, float]
+    pipelines: tuple[int, ...] = ()
+    """The widths of groups that may be pipeline groups."""
 
 
 Line = Observation | CostRecord
@@ -89,6 +92,7 @@ def cost_record(
     modes: Mapping[int, Mode],
     costs: CostModel,
     settings: PolicySettings,
+    pipelines: Collection[int] = (),
 ) -> CostRecord:
     """Return the log line of the cost model."""
     switch = costs.switch
@@ -110,6 +114,7 @@ def cost_record(
             for tier, goal in settings.goals.items()
         },
         settings={name: getattr(settings, name) for name in SETTINGS},
+        pipelines=tuple(pipelines),
     )
 
 
@@ -127,6 +132,7 @@ def costs_of(record: CostRecord) -> CostModel:
             each.chunk_tokens,
             each.floor_us * 1e-6,
             each.prefill_floor_us * 1e-6,
+            each.stages,
         )
     switch = SwitchCost(record.pause_ms / 1e3, record.kv_bytes_per_token, record.link_bytes_per_s)
     return CostModel(groups, switch)
@@ -161,6 +167,7 @@ def _group_record(cost: GroupCost) -> GroupCostRecord:
         cost.chunk_tokens,
         round(cost.floor_s * 1e6, 3),
         round(cost.prefill_floor_s * 1e6, 3),
+        cost.stages,
     )
 
 

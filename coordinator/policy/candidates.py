@@ -55,11 +55,19 @@ class LayoutSpace:
         *,
         absent: Collection[Rank] = (),
         alone: Collection[Rank] = (),
+        pipelines: Collection[int] = (),
     ) -> None:
-        """`modes`: supported width -> its mode; ranks in `alone` serve in dp only."""
+        """`modes`: supported width -> its mode; ranks in `alone` serve in dp only.
+
+        Groups as wide as one of `pipelines` may also be pipeline groups.
+        """
         self._by_shape: dict[Shape, list[Layout]] = {}
-        for layout in _layouts(world, sorted(modes)):
-            present = _in_modes(layout, modes).without(absent)
+        staged = {**modes, **dict.fromkeys(pipelines, Mode.PP)}
+        of_modes = _layouts(world, sorted(modes))
+        for layout in dict.fromkeys(
+            _in_modes(each, chosen) for chosen in (modes, staged) for each in of_modes
+        ):
+            present = layout.without(absent)
             possible = Layout(present.without(alone).groups).plus(
                 [rank for rank in alone if rank not in absent]
             )

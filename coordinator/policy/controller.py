@@ -133,7 +133,8 @@ class PolicyController:
         if now_ms >= self._costs_due_ms:
             self._costs_due_ms = now_ms + COSTS_EVERY_MS
             modes = self._knowledge.modes(roster, switcher.alive)
-            cost_line = cost_record(now_ms, roster.world, modes, costs, settings)
+            pipelines = self._knowledge.pipelines(roster, switcher.alive)
+            cost_line = cost_record(now_ms, roster.world, modes, costs, settings, pipelines)
         expected = forecast_of(observation, current, verdict, costs, settings)
         return Evaluation(observation, verdict, cost_line, expected)
 

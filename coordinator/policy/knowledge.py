@@ -5,8 +5,10 @@ this module.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from comm_pool.layout import Mode, Rank, step_name
+from comm_pool.mixed import Staged
 from coordinator.model.cost_model import (
     CHUNK_TOKENS,
     CostModel,
@@ -83,12 +85,14 @@ class Knowledge:
 
     def space(self, roster: Roster, alive: Collection[Rank]) -> LayoutSpace:
         """Return the layouts of the ranks that are alive; the same object until they change."""
-        modes = self.modes(roster, alive)
+        modes, pipelines = self.modes(roster, alive), self.pipelines(roster, alive)
         absent = [Rank(rank) for rank in range(roster.world) if rank not in alive]
         alone = [rank for rank in alive if roster.is_degraded(rank)]
-        made_of = tuple(modes.items()), tuple(absent), tuple(alone)
+        made_of = tuple(modes.items()), pipelines, tuple(absent), tuple(alone)
         if self._space is None or made_of != self._space_of:
-            self._space = LayoutSpace(roster.world, modes, absent=absent, alone=alone)
+            self._space = LayoutSpace(
+                roster.world, modes, absent=absent, alone=alone, pipelines=pipelines
+            )
             self._space_of = made_of
             self.version += 1
         return self._space
@@ -107,6 +111,18 @@ class Knowledge:
             found[width] = Mode.SHIFT if shifts else Mode.TP
         return found
 
+    def pipelines(self, roster: Roster, alive: Collection[Rank]) -> tuple[int, ...]:
+        """Return the widths whose pipeline groups all these ranks have prepared and may use."""
+        able = [rank for rank in alive if not roster.is_degraded(rank)]
+        out = roster.guard.modes_out()
+        return tuple(
+            width
+            for width in self._widths[1:]
+            if step_name(Mode.PP, width) not in out
+            and all(roster.supports(rank, width) for rank in able)
+            and all(roster.can_compute(rank, width, Staged(width)) for rank in able)
+        )
+
     def costs(self, roster: Roster, alive: Collection[Rank]) -> CostModel:
         """Return what groups of these ranks cost; groups with unknown step times are missing."""
         hellos = [roster[rank].hello for rank in alive if rank in roster]
@@ -115,7 +131,7 @@ class Knowledge:
         groups = {}
         for width, mode in self.modes(roster, alive).items():
             # An operator may have chosen a mode that the policy would not.
-            for each in (mode,) if width == 1 else (Mode.TP, Mode.SP, Mode.SHIFT):
+            for each in (mode,) if width == 1 else (Mode.TP, Mode.SP, Mode.SHIFT, Mode.PP):
                 if (cost := self._group(each, width, hellos)) is not None:
                     groups[f"{each}{width}"] = cost
         kv_bytes = dict(hellos[0].memory).get("kv", 0)
@@ -128,6 +144,10 @@ class Knowledge:
         prefill = self._line(large, width) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
+        stages = width if mode is Mode.PP else 1
+        if stages > 1:
+            # The lines are those of one stage; see `GroupCost`.
+            decode = prefill = replace(decode, base_s=stages * decode.base_s)
         # By the ranks that are alive: one that restarts may have other whole layers than before.
         floors = floors_us((times for hello in hellos for times in hello.step_times), width)
         return GroupCost(
@@ -135,9 +155,10 @@ class Knowledge:
             prefill=prefill,
             capacity_tokens=kv_tokens(hellos, width),
             tasks_max=hellos[0].max_tasks,
-            chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
+            chunk_tokens=stages * (hellos[0].tokens_per_step_max or CHUNK_TOKENS),
             floor_s=floors.get(small, 0) * 1e-6,
             prefill_floor_s=floors.get(large, 0) * 1e-6,
+            stages=stages,
         )
 
     def _line(self, mode: Mode, width: int) -> StepLine | None:

@@ -289,11 +289,8 @@ class _Load:
 
     def _first_s(self, prompt: int) -> float:
         """Seconds from the first step of a prompt to its last, among running tasks."""
-        cost = self.cost
-        steps = -(-prompt // cost.chunk_tokens)
-        others = max(0.0, self._step_s - cost.rest_s)
-        computed_s = cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s
-        return max(computed_s, steps * cost.floor_s) + min(others, 1.0) / 2
+        others = max(0.0, self._step_s - self.cost.rest_s)
+        return self.cost.first_s(prompt) + min(others, 1.0) / 2
 
     def _unevenness(self, demand: Demand) -> float:
         """Return the relative spread of the time per token between tasks of the same length.

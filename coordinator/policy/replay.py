@@ -51,7 +51,7 @@ def replay(
     for line in lines:
         if isinstance(line, CostRecord):
             settings = settings_of(line, changed or {})
-            space = LayoutSpace(line.world, line.modes)
+            space = LayoutSpace(line.world, line.modes, pipelines=line.pipelines)
             if run is None:
                 run = _Run(line.world, is_adaptive, costs_of(line), settings, space)
                 run.widths = tuple(line.modes)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comm_pool.layout import Group, Layout
+from comm_pool.layout import Group, Layout, Mode
 from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import Observation
 from coordinator.model.policy_settings import PolicySettings
@@ -74,6 +74,8 @@ def score(
         forecasts += _pool(others, [*away, *gone], costs, horizon_s)
     else:
         forecasts += _pool(others, demands, costs, horizon_s)
+    if reason := _refuse_pipeline(arrangement, demands, forecasts):
+        return Score(0.0, 0.0, 1.0, 0.0, refused=reason)
     asked = sum(each.asked for each in forecasts)
     return Score(
         goodput=sum(each.good for each in forecasts),
@@ -114,6 +116,26 @@ def _refuse(
         if (tier.unstarted or tier.running) and _narrowest(arrangement, tier.tier) < wanted:
             return f"{Tier(tier.tier).name.lower()} tasks ask for a group {wanted} wide"
     return ""
+
+
+def _refuse_pipeline(
+    arrangement: Arrangement, demands: Sequence[Demand], forecasts: Sequence[TierForecast]
+) -> str:
+    """Refuse pipeline groups in which interactive tasks miss their goal per token.
+
+    A token passes all stages, so its time does not fall with the load as it does in tp.
+    """
+    if all(group.mode is not Mode.PP for group in arrangement.layout.groups):
+        return ""
+    goals = {each.tier: each.goal.tpot_s for each in demands}
+    goal_s = goals.get(Tier.INTERACTIVE)
+    slow = [each.tpot_s for each in forecasts if each.tier == Tier.INTERACTIVE and each.asked]
+    if goal_s is None or max(slow, default=0.0) <= goal_s:
+        return ""
+    return (
+        f"interactive tasks would get a token every {max(slow) * 1e3:.0f} ms from pipeline "
+        f"stages, and their goal is {goal_s * 1e3:.0f} ms"
+    )
 
 
 def _narrowest(arrangement: Arrangement, tier: int) -> int:

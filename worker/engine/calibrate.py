@@ -2,7 +2,9 @@
 
 The steps are vLLM's own dummy steps, which all modes run alike. They omit attention over a context,
 which all modes do the same. All ranks of a group must measure together. Each uses its own times;
-these agree but for noise, since a step ends for all ranks at its last collective.
+these agree but for noise, since a step ends for all ranks at its last collective. A pipeline stage
+times its own layers alone, and the times of the slowest stage count: as often as it ends a step,
+the group does.
 """
 
 import time
@@ -13,6 +15,7 @@ from typing import Any
 import structlog
 import torch
 import torch.distributed as dist
+from vllm.distributed.parallel_state import GroupCoordinator
 
 from comm_pool.layout import Mode, StepMode
 from worker.engine.sequence_parallel.exchange import PARTS_FROM_TOKENS, Exchange
@@ -82,12 +85,16 @@ def settle_parts(runner: Any, device: torch.device) -> None:
 
 
 def measure_steps(
-    runner: Any, width: int, device: torch.device, floor_us: Mapping[StepMode, int]
+    runner: Any,
+    width: int,
+    device: torch.device,
+    floor_us: Mapping[StepMode, int],
+    stages: GroupCoordinator | None = None,
 ) -> StepTimes:
     """Time steps in all modes of a runner whose group and configuration are active.
 
     The runner must be warm: nothing may compile or capture during a timed step. `floor_us` are the
-    floors of the modes that borrow.
+    floors of the modes that borrow, `stages` the group of a pipeline stage.
     """
     floors = {mode: us for mode, us in floor_us.items() if mode in runner.modes}
     largest = int(runner.max_num_tokens)
@@ -104,7 +111,8 @@ def measure_steps(
                 if repeat and device.type == "cpu" and size > CPU_REPEATED_TOKENS_MAX:
                     continue
                 samples[size].append(_timed_step(runner, mode, size, device))
-        curves[mode] = fitted(samples)
+        medians = {size: median(of_size) for size, of_size in samples.items()}
+        curves[mode] = fitted(medians if stages is None else _slowest(medians, stages))
     runner.use(runner.modes[0])
     paces = {
         mode: pace_tokens(curves[mode].points, us, runner.prompt_graph_sizes(mode))
@@ -112,6 +120,13 @@ def measure_steps(
     }
     hiding = {mode: tokens for mode, tokens in paces.items() if tokens is not None}
     return StepTimes(width, curves, runner.graphed_tokens, floors, hiding)
+
+
+def _slowest(seconds: Mapping[int, float], stages: GroupCoordinator) -> dict[int, float]:
+    """Return the times of the slowest stage, by tokens; a collective of all."""
+    own = torch.tensor(list(seconds.values()))
+    of_all = stages.all_gather(own).view(-1, len(seconds))
+    return dict(zip(seconds, of_all.max(dim=0).values.tolist(), strict=True))
 
 
 def _timed_step(runner: Any, mode: StepMode, tokens: int, device: torch.device) -> float:

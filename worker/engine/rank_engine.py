@@ -379,7 +379,9 @@ class RankEngine:
                 mode.communicator.group.barrier()
                 settle_parts(mode.runner, self.device)
                 if known is None:
-                    mode.calibrate(measure_steps(mode.runner, key.width, self.device, floor_us))
+                    place = mode.runner, key.width, self.device
+                    stages = mode.communicator.group if key.stages > 1 else None
+                    mode.calibrate(measure_steps(*place, floor_us, stages))
                 else:
                     mode.calibrate(known.times[str(key)])
             if known is None or key.width == 1:

@@ -4,13 +4,16 @@ A device that says when its steps end is believed. The host finds that out later
 next step meanwhile. Without such a device, a step lasts from its launch, or from the end of the
 step before it if that is later, to the moment at which the host finds it over. A step that takes a
 multiple or a fraction of the median of its size is left out: it hit something else, such as a page
-fault or a compile. Steps that took no longer than their loans are counted apart.
+fault or a compile. Steps that took no longer than their loans are counted apart. A step of a
+pipeline group counts with the time of one stage: as long as it takes from the end of the step
+before it, if all stages have work.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import Staged
 from coordinator.protocol.messages.steps import AT_FLOOR, ServedSteps, StepSums
 
 OUTLIER = 3.0
@@ -69,6 +72,13 @@ def _size_of(plan: PlannedStep, width: int) -> tuple[StepMode, int, int]:
     return plan.mode, width, plan.tokens.bit_length()
 
 
+def _kind_of(mode: StepMode) -> Mode | None:
+    """Return the mode of the groups whose steps are computed so; None for mixed ones."""
+    if isinstance(mode, Staged):
+        return Mode.PP if mode.tp == 1 else None
+    return mode if isinstance(mode, Mode) else None
+
+
 class StepLog:
     """Sums since the last `take`, by mode, width and whether the step was at its floor."""
 
@@ -87,19 +97,22 @@ class StepLog:
         end_ns: int,
         floor_us: int = 0,
         device_s: float | None = None,
+        busy: float = 1.0,
     ) -> None:
         """Count a step of a group; both times are of the host's clock.
 
         Its loans alone take `floor_us`; 0 if it borrows nothing. `device_s` is how long it took by
-        the device's clock in seconds, where that is known.
+        the device's clock in seconds, where that is known. `busy` is the share of a pipeline
+        group's stages that had a step meanwhile.
         """
         mode, tokens = plan.mode, plan.tokens
-        seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9
+        seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9 * busy
         if device_s is not None:
             seconds = device_s
         self._last_end_ns = end_ns
         # The policy does not weigh layouts of mixed groups.
-        if seconds <= 0 or not tokens or not isinstance(mode, Mode):
+        kind = _kind_of(mode)
+        if seconds <= 0 or not tokens or kind is None:
             return
         median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
         if not median.learn(seconds):
@@ -109,7 +122,7 @@ class StepLog:
         t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT
         found = [w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c]
         found += [w * t * seconds, w * c * seconds, 1.0]
-        sums = self._sums.setdefault((mode, width, is_at_floor), [0.0] * len(found))
+        sums = self._sums.setdefault((kind, width, is_at_floor), [0.0] * len(found))
         for index, value in enumerate(found):
             sums[index] += value
 

@@ -9,7 +9,6 @@ before each step. No hysteresis: changing the mode between two steps costs nothi
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
 from comm_pool.mixed import Mixed
@@ -54,22 +53,22 @@ class StepCurve:
         return low_us + (high_us - low_us) * (tokens - low) / (high - low)
 
 
-def fitted(samples: Mapping[int, Sequence[float]]) -> StepCurve:
+def fitted(medians: Mapping[int, float]) -> StepCurve:
     """Return the non-decreasing curve through the medians of repeated measurements.
 
-    `samples` maps tokens to seconds. More tokens cannot take less time, so falling medians are
+    `medians` maps tokens to seconds. More tokens cannot take less time, so falling medians are
     noise, and neighbours are averaged (isotonic regression by pooling adjacent violators).
     """
     pools: list[list[float]] = []
-    for tokens in sorted(samples):
-        pools.append([median(samples[tokens]) * 1e6, 1.0])
+    for tokens in sorted(medians):
+        pools.append([medians[tokens] * 1e6, 1.0])
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             value, count = pools.pop()
             before, many = pools.pop()
             pools.append([(value * count + before * many) / (count + many), count + many])
     values = [value for value, count in pools for _ in range(int(count))]
     return StepCurve(
-        tuple((tokens, round(us)) for tokens, us in zip(sorted(samples), values, strict=True))
+        tuple((tokens, round(us)) for tokens, us in zip(sorted(medians), values, strict=True))
     )
 
 

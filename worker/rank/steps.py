@@ -233,10 +233,11 @@ class Steps:
             )
         if self._planned:
             self.started_ns = self._now_ns()
+            busy = len(self._planned) / mode.stages
             oldest = self._planned.popleft()
-            usual_ns = self._usual_ns(mode, oldest.plan)
-            self._expect(self.started_ns + (1 + len(self._planned)) * usual_ns)
-            self._finish(oldest)
+            # The newest step has all stages before it.
+            self._expect(self.started_ns + mode.stages * self._usual_ns(mode, oldest.plan))
+            self._finish(oldest, min(1.0, busy))
 
     def defer(self, mode: EngineMode, binding: Binding, epoch: int) -> None:
         """Plan and send the last step of the led group before it is left, and defer it."""
@@ -338,7 +339,8 @@ class Steps:
         Raises `PeerLostError` if their formation was aborted; the step is over even so.
         """
         while self._planned:
-            self._finish(self._planned.popleft())
+            # How many stages have work changes with each, so their times say little.
+            self._finish(self._planned.popleft(), busy=0.0)
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             return
@@ -391,7 +393,7 @@ class Steps:
         ended_ns, self._detached_end_ns = self._detached_end_ns, None
         return ended_ns
 
-    def _finish(self, step: InflightStep) -> None:
+    def _finish(self, step: InflightStep, busy: float = 1.0) -> None:
         result = step.tokens()
         # Check after reading the tokens: formations are marked before their collectives are
         # unblocked. No caller catches the error of a detached step, so this process ends: tasks may
@@ -402,7 +404,8 @@ class Steps:
         assert mode.scheduler is not None
         self.ended_ns = now_ns
         floor_us = mode.times.floor_us.get(step.plan.mode, 0)
-        self.log.ended(step.plan, mode.width, step.began_ns, now_ns, floor_us, step.device_s())
+        times = step.began_ns, now_ns, floor_us, step.device_s()
+        self.log.ended(step.plan, mode.width, *times, busy=busy)
         frees = mode.scheduler.frees_after_step
         outputs = mode.finish_step(step.plan, result)
         if outputs:

@@ -39,6 +39,7 @@ class Log(StepLog):
         end_ns: int,
         floor_us: int = 0,
         device_s: float | None = None,
+        busy: float = 1.0,
     ) -> None:
         self.times.append((launched_ns, end_ns))
         self.device_s.append(device_s)

@@ -72,3 +72,25 @@ def test_dp_is_measured_at_the_sizes_of_the_modes_that_it_is_compared_with(runne
     runner.sizes.clear()
     calibrate.measure_steps(runner, 1, torch.device("cpu"), {})
     assert runner.sizes == {1: calibrate.REPEATS, 256: 1}, "steps of 2,048 tokens take seconds"
+
+
+class Stages:
+    """The group of two stages, of which the other takes this many seconds more."""
+
+    def __init__(self, more_s: float) -> None:
+        self.more_s = more_s
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the times of both."""
+        return torch.cat([own, own + self.more_s])
+
+
+@pytest.mark.parametrize("more_s", [0.002, -0.002])
+def test_the_slowest_stage_says_how_long_a_pipelined_step_takes(
+    runner: Device, more_s: float
+) -> None:
+    stages: Any = Stages(more_s)
+    found = calibrate.measure_steps(runner, 2, torch.device("cpu"), {}, stages)
+    ((tokens, us), *_) = found.curves[Mode.DP].points
+    own_s = LAUNCH_S + runner.base_s + runner.token_s * tokens
+    assert us == pytest.approx(1e6 * (own_s + max(0.0, more_s)), abs=2)

@@ -15,6 +15,7 @@ from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank, binding_of
 from tests.harness.worker.fake_scheduler import FakePlan, FakeScheduler, token_at
 from worker.io.step_queue import LeaveGroup, QueueMessage, Step
+from worker.rank.step_log import StepLog
 from worker.rank.steps import PLANNED_MAX
 
 PIPELINES = (Staged(2, 1), Staged(4, 1))
@@ -132,6 +133,21 @@ def test_nothing_is_sent_where_every_task_waits_for_its_token() -> None:
     group.leader.step()
     numbers = [each.number for each in group.sent()]
     assert numbers == [1, 2], "no void step lies between them"
+
+
+def test_the_log_hears_how_many_stages_had_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(binding_of(0, 4, 4, stages=4), budget=10)
+    steps = group.leader.runtime.steps
+    heard: list[float] = []
+    monkeypatch.setattr(StepLog, "ended", lambda *_, busy: heard.append(busy))
+    group.place("a")
+    group.leader.step()
+    assert heard == [0.25]
+    group.place("b", "c", "d", "e")
+    group.leader.step()
+    assert heard == [0.25, 1.0]
+    steps.finish_inflight()
+    assert heard[2:] == [0.0, 0.0, 0.0], "a pipeline that drains says little"
 
 
 def test_all_steps_are_finished_before_a_task_is_dropped() -> None:

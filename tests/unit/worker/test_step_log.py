@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import Mixed, Staged
 from coordinator.model.step_line import fit
 from worker.rank.step_log import StepLog
 
@@ -15,7 +16,7 @@ MS = 1_000_000
 class Plan:
     tokens: int
     context: int = 0
-    mode: Mode = Mode.DP
+    mode: StepMode = Mode.DP
 
 
 def test_sums_fit_what_was_served() -> None:
@@ -38,6 +39,30 @@ def test_a_step_launched_behind_another_lasts_from_its_end() -> None:
     log.ended(Plan(1), 1, 2 * MS, 20 * MS)
     (told,) = log.take()
     assert told.sums.y / told.sums.n == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_step_of_a_pipeline_group_counts_with_the_time_of_one_stage(stages: int) -> None:
+    """However many of its stages have work: one step alone takes all of them one by one."""
+    log, stage_ns = StepLog(), 10 * MS
+    plan = Plan(8, mode=Staged(stages))
+    for _ in range(10):
+        log.ended(plan, stages, (now := 1_000 * MS), now + stages * stage_ns, busy=1 / stages)
+        log.ended(Plan(0), stages, now, now)
+    for turn in range(1, 11):
+        log.ended(plan, stages, 0, 2_000 * MS + turn * stage_ns)
+    (told,) = log.take()
+    assert (told.mode, told.width) == (Mode.PP, stages)
+    assert told.sums.y / told.sums.n == pytest.approx(0.010)
+    assert log.usual_s(plan, stages) == pytest.approx(0.010, rel=0.1)
+
+
+def test_steps_of_mixed_groups_and_of_a_pipeline_that_drains_are_left_out() -> None:
+    log = StepLog()
+    log.ended(Plan(8, mode=Mixed(2, 2)), 4, 0, 10 * MS)
+    log.ended(Plan(8, mode=Staged(2, 2)), 4, 0, 20 * MS)
+    log.ended(Plan(8, mode=Staged(2)), 2, 0, 30 * MS, busy=0.0)
+    assert log.take() == ()
 
 
 def test_outliers_and_empty_steps_are_left_out() -> None:
