@@ -159,7 +159,8 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
     async def decisions(last: Last = 20) -> dict[str, Any]:
         decisions: Any = core.views.decisions(last)["decisions"]
         views = _of_day(_of_day(decisions, "time", clock()), "since", clock())
-        return {"decisions": views, **core.views.step_times()}
+        more = {"alternation": core.views.alternation(), **core.views.step_times()}
+        return {"decisions": views, **more}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:

@@ -156,6 +156,7 @@ def build_metrics(core: Core, server: CellServer, observers: Observers, config: 
         queue=core.views.queue,
         decisions=core.views.decisions,
         clock=monotonic_ms,
+        alternation=core.views.alternation,
     )
     facts = Facts(config.served_model_name, own_version(), config.slo, config.usage.tenant_metric)
     return Metrics(views, server.aggregator, observers.core, observers.prediction_tracker, facts)

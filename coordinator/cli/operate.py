@@ -169,11 +169,27 @@ def run_explain(options: argparse.Namespace) -> int:
         print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
     for decision in answer["decisions"]:
         print("\n" + decision_text(decision))
+    if answer["alternation"] is not None:
+        print("\n" + alternation_text(answer["alternation"]))
     for times in answer["step_times"]:
         print("\n" + step_times_text(times))
     if answer["borrowing_bytes"]:
         print("\n" + borrowing_text(answer["borrowing_bytes"]))
     return 0
+
+
+def alternation_text(alternation: Mapping[str, Any]) -> str:
+    """Return whether batch work alternates between layouts, and what that brought."""
+    lines = [f"alternation of batch work: {alternation['reason']}"]
+    seconds = alternation["seconds"]
+    if alternation["requests"]:
+        parts = ", ".join(f"{each:.1f} s {phase}" for phase, each in seconds.items())
+        lines.append(
+            f"    {alternation['cycles']} cycles served {alternation['requests']} requests in "
+            f"{sum(seconds.values()):.1f} s ({parts}); one layout takes about "
+            f"{alternation['single_seconds']:.1f} s for them"
+        )
+    return "\n".join(lines)
 
 
 def borrowing_text(sizes: Mapping[str, int]) -> str:

@@ -128,7 +128,8 @@ class Core:
         self._publisher = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives sent last."""
-        self.views = CoreViews(settings, self._roster, self._switcher, self._pool, self._decisions)
+        parts = self._roster, self._switcher, self._pool, self._decisions, self._steering
+        self.views = CoreViews(settings, *parts)
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Return the effects of an event."""
@@ -357,7 +358,8 @@ class Core:
             effects.append(
                 ForecastMade(evaluation.observation.epoch, steering.horizon_ms, evaluation.expected)
             )
-        carry = self._settings.default_carry
+        carry = evaluation.verdict.carry or self._settings.default_carry
+        self._pool.alternate(holds=steering.holds_batch, pauses=steering.pauses_batch)
         decision = recorded(evaluation.verdict, carry, now_ms)
         layout = evaluation.verdict.choice.layout
         if evaluation.verdict.changes:

@@ -4,6 +4,7 @@ from comm_pool.layout import Rank, format_layout
 from coordinator.core import views
 from coordinator.model.records import DecisionLog
 from coordinator.model.settings import CoreSettings
+from coordinator.policy.controller import PolicyController
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task_pool import TaskPool
@@ -12,7 +13,7 @@ from coordinator.tasks.task_pool import TaskPool
 class CoreViews:
     """Views of a core's parts; reading them changes nothing."""
 
-    __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_switcher")
+    __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_steering", "_switcher")
 
     def __init__(
         self,
@@ -21,12 +22,14 @@ class CoreViews:
         switcher: Switcher,
         pool: TaskPool,
         decisions: DecisionLog,
+        steering: PolicyController | None = None,
     ) -> None:
         self._settings = settings
         self._roster = roster
         self._switcher = switcher
         self._pool = pool
         self._decisions = decisions
+        self._steering = steering
 
     @property
     def epoch(self) -> int:
@@ -72,6 +75,10 @@ class CoreViews:
     def decisions(self, last: int) -> views.View:
         """Answer `GET /admin/decisions`."""
         return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
+
+    def alternation(self) -> views.View | None:
+        """Return the alternation of batch work within `GET /admin/decisions`, if there can be."""
+        return views.alternation_view(self._steering.alternation) if self._steering else None
 
     def step_times(self) -> views.View:
         """Return the start-up measurements within `GET /admin/decisions`."""

@@ -8,6 +8,7 @@ from collections import Counter
 from comm_pool.layout import Group, Mode, Rank, format_layout
 from coordinator.model.cost_model import floors_us
 from coordinator.model.records import Decision, SwitchRecord
+from coordinator.policy.alternator import AlternationView
 from coordinator.protocol.messages.rank import Probed, RankHello
 from coordinator.protocol.terms import Binding, Tier
 from coordinator.ranks.roster import RankRecord, Roster, kv_tokens
@@ -87,6 +88,18 @@ def decision_view(decision: Decision) -> View:
         "cause": decision.cause,
         "changes": decision.changes,
         "since": decision.since_ms,
+    }
+
+
+def alternation_view(alternation: AlternationView) -> View:
+    """Return what the alternation of batch work is and did."""
+    return {
+        "phase": alternation.phase.value,
+        "reason": alternation.reason,
+        "cycles": alternation.cycles,
+        "seconds": dict(alternation.seconds),
+        "requests": alternation.requests,
+        "single_seconds": alternation.single_s,
     }
 
 

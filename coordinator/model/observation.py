@@ -8,7 +8,7 @@ import msgspec
 
 
 class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tasks of a tier; unstarted ones have no token yet, whether placed or not."""
+    """The tasks of a tier; unstarted ones have no token and are queued or placed, not paused."""
 
     tier: int
     unstarted: int = 0
@@ -28,6 +28,8 @@ class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """How long ago that was, at most 30 s."""
     prompts: tuple[int, ...] = ()
     """Quantiles of the newest prompts' lengths, ascending."""
+    queued: int = 0
+    """Those of the unstarted tasks that no group had room for."""
     output_tokens: float = 0.0
     """Mean output of the newest tasks that ended."""
 

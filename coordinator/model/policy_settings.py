@@ -52,6 +52,8 @@ class PolicySettings:
     switches_per_minute_max: int = 12
     pin_ms: int = 600_000
     """How long an operator's layout stays pinned; 0 pins nothing."""
+    alternates: bool = True
+    """Whether batch work alone may alternate between two layouts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,7 @@ def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart |
         horizon_ms=policy.horizon_ms,
         switches_per_minute_max=policy.switches_per_minute_max,
         pin_ms=policy.pin_ms,
+        alternates=policy.alternation == "auto",
     )
     return PolicyStart(settings, config.cell.widths, step_times)
 

@@ -14,6 +14,8 @@ from coordinator.model.observation import GroupObservation, Observation, SwitchO
 from coordinator.model.observation_log import CostRecord, cost_record
 from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.model.records import SwitchRecord
+from coordinator.policy.alternation import AlternationPhase
+from coordinator.policy.alternator import AlternationView, Alternator
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
 from coordinator.policy.forecast import forecast_of
@@ -22,6 +24,7 @@ from coordinator.policy.observe import observe_tiers
 from coordinator.protocol.messages.gateway import Submit
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.terms import EndCause
+from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task_table import TaskTable
@@ -47,6 +50,7 @@ class PolicyController:
     """Chooses the layout of a cell."""
 
     __slots__ = (
+        "_alternator",
         "_arrivals",
         "_costs_due_ms",
         "_due_ms",
@@ -63,6 +67,7 @@ class PolicyController:
         self._start = start
         self._knowledge = Knowledge(start.widths, start.step_times)
         self._arrivals = Arrivals()
+        self._alternator = Alternator()
         self._state = State()
         self._due_ms = 0
         self._costs_due_ms = 0
@@ -75,6 +80,21 @@ class PolicyController:
     def horizon_ms(self) -> int:
         """The length of the forecast."""
         return self._start.settings.horizon_ms
+
+    @property
+    def alternation(self) -> AlternationView:
+        """What the alternation of batch work is and did."""
+        return self._alternator.view
+
+    @property
+    def holds_batch(self) -> bool:
+        """Whether batch tasks that no rank has begun wait while others decode."""
+        return self._alternator.phase is AlternationPhase.DECODE
+
+    @property
+    def pauses_batch(self) -> bool:
+        """Whether batch tasks are paused for as long as prompts are read."""
+        return self._alternator.phase is AlternationPhase.PREFILL
 
     def change_settings(self, settings: PolicySettings) -> None:
         """Decide by other goals and limits from now on."""
@@ -100,6 +120,7 @@ class PolicyController:
             task = tasks.get(ended.task)
             if task is not None and ended.cause is EndCause.FINISHED:
                 self._arrivals[task.header.tier].on_end(ended.generated)
+                self._alternator.on_end(task.header.tier)
 
     def on_switch(self, record: SwitchRecord) -> None:
         """Add the times of a switch."""
@@ -128,7 +149,19 @@ class PolicyController:
         current = switcher.target.layout
         observation = self._observe(switcher, roster, tasks, now_ms)
         settings = self._start.settings
-        verdict, self._state = decide(observation, current, space, costs, settings, self._state)
+        decided, state = decide(observation, current, space, costs, settings, self._state)
+        verdict = decided
+        if settings.alternates:
+            layouts, switches_max = space.layouts(current), settings.switches_per_minute_max
+
+            def is_usable(layout: Layout) -> bool:
+                return why_unreachable(layout, roster, switcher.alive) is None
+
+            verdict = self._alternator.look(
+                observation, current, decided, layouts, costs, switches_max, is_usable
+            )
+        if verdict is decided:
+            self._state = state
         cost_line = None
         if now_ms >= self._costs_due_ms:
             self._costs_due_ms = now_ms + COSTS_EVERY_MS

@@ -17,6 +17,7 @@ from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
 from coordinator.policy.demand import demands_of, tasks_by_rank
 from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
+from coordinator.protocol.terms import Carry, Tier
 
 POLICY = "policy"
 """Cause of a switch that the policy asked for."""
@@ -29,6 +30,9 @@ STRESS = 2.0
 
 SHARE_MIN = 0.02
 """A gain of a smaller share of the requests is within what the forecast gets wrong."""
+
+THROUGHPUT_GAIN_MIN = 0.1
+"""Least relative gain where no tier has goals."""
 
 AGE_MIN_S = 0.5
 """A rate observed for less time is taken to be as uncertain as after this time."""
@@ -110,6 +114,8 @@ class Verdict:
     changes: bool
     candidates: tuple[ScoredCandidate, ...] = ()
     demands: tuple[Demand, ...] = field(default=())
+    carry: Carry | None = None
+    """How a switch carries running tasks; None is as ever."""
 
 
 def decide(
@@ -235,6 +241,10 @@ def _best(
 
 def _beaten_at(now: ScoredCandidate, settings: PolicySettings) -> float:
     """Return the worth above which another candidate serves the goals better."""
+    goals = [settings.goals[Tier(each.tier)] for each in now.score.tiers]
+    if all(each.ttft_s is None and each.tpot_s is None for each in goals):
+        # However many requests wait, throughput alone counts.
+        return now.worth * (1 + max(settings.gain_min, THROUGHPUT_GAIN_MIN))
     return now.worth + max(now.worth * settings.gain_min, now.score.asked * SHARE_MIN)
 
 

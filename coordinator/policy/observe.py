@@ -16,6 +16,7 @@ REMAINDER_MIN_SHARE = 0.25
 @dataclass(slots=True)
 class _Count:
     unstarted: int = 0
+    queued: int = 0
     unstarted_tokens: int = 0
     oldest_ms: int = 0
     running: int = 0
@@ -41,7 +42,8 @@ def observe_tiers(
             count.longest = task.context_tokens_max
         if task.leader is not None:
             by_leader.setdefault(task.leader, [0] * len(Tier))[header.tier] += 1
-        if task.generated and task.state in HELD:
+        # A paused task may have no token, but no group can begin it.
+        if (task.generated and task.state in HELD) or task.state is State.PAUSED:
             mean = outputs[header.tier]
             count.running += 1
             count.context_tokens += header.prompt_tokens + task.generated
@@ -49,6 +51,7 @@ def observe_tiers(
             count.to_come += min(expected, header.max_tokens - task.generated)
             continue
         count.unstarted += 1
+        count.queued += task.state is State.QUEUED
         count.unstarted_tokens += header.prompt_tokens + task.generated
         if task.state is State.QUEUED or not task.generated:
             count.oldest_ms = max(count.oldest_ms, now_ms - task.arrived_ms)
@@ -61,6 +64,7 @@ def _observe_tier(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) ->
     return TierObservation(
         tier=int(tier),
         unstarted=count.unstarted,
+        queued=count.queued,
         unstarted_tokens=count.unstarted_tokens,
         oldest_wait_ms=count.oldest_ms,
         running=count.running,

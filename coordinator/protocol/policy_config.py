@@ -134,6 +134,10 @@ class PolicyConfig(TierSections):
     """Most switches that the policy makes in a minute."""
     pin_ms: int = Field(default=600_000, ge=0)
     """How long the policy keeps the layout of `aileron switch`; 0 lets it decide at once."""
+    alternation: Literal["auto", "off"] = "auto"
+    """While only batch requests are there, read prompts in one layout and decode in another, where
+    predictions say that this is faster than any single layout.
+    """
     step_times: str = ""
     """YAML file of step times for predictions, instead of those that ranks measure."""
     observation_log: str = ""

@@ -235,11 +235,12 @@ class Loads:
         queue: TaskQueue,
         task_of: Callable[[TaskId], Task],
         now_ms: int,
+        closed_tiers: Collection[Tier] = (),
     ) -> list[tuple[Task, OpenGroup]]:
         """Go through the queue once; the chosen tasks are counted, but still queued."""
         groups = tuple(groups)
         free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
-        closed: set[Tier] = set()
+        closed: set[Tier] = set(closed_tiers)
         blocked: Counter[Tier] = Counter()
         chosen: list[tuple[Task, OpenGroup]] = []
         for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():

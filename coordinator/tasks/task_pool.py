@@ -27,7 +27,7 @@ from coordinator.protocol.messages.tasks import (
     TaskProgress,
     TaskReturned,
 )
-from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId
+from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId, Tier
 from coordinator.tasks.ended_tasks import EndedTask, EndedTasks
 from coordinator.tasks.placement import OpenGroup, foreign_to
 from coordinator.tasks.shedding import Shedding
@@ -61,9 +61,11 @@ class TaskPool:
     __slots__ = (
         "_arrivals",
         "_carried",
+        "_closed",
         "_deadlines",
         "_ended",
         "_limits",
+        "_pausing",
         "_shedding",
         "_tasks",
         "_unclaimed",
@@ -81,6 +83,10 @@ class TaskPool:
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
         self._shedding = Shedding(limits.queue)
+        self._closed: frozenset[Tier] = frozenset()
+        """Tiers whose queued tasks wait for another layout."""
+        self._pausing: frozenset[Tier] = frozenset()
+        """Tiers whose tasks may be paused for longer than the limit."""
         self.context_tokens_max = 0
         """The longest context of any group that the ranks could form; 0 is unknown."""
         self.recovering = True
@@ -94,6 +100,12 @@ class TaskPool:
         """Bound the queue by other numbers from now on; queued tasks stay."""
         self._shedding.bounds = queue
         self._tasks.queue.ageing_ms = ageing_ms
+
+    def alternate(self, *, holds: bool, pauses: bool) -> None:
+        """Place no batch task while it `holds`; leave paused ones alone while it `pauses`."""
+        batch = frozenset({Tier.BATCH})
+        self._closed = batch if holds else frozenset()
+        self._pausing = batch if pauses else frozenset()
 
     def take_carried(self) -> Counter[Carry]:
         """Return how many tasks each carry plan affected since the last call."""
@@ -286,7 +298,9 @@ class TaskPool:
         for shed in self._shedding.overdue(self._tasks, now_ms):
             effects += self._fail(shed)
         for task in [self._tasks[task_id] for task_id in sorted(self._tasks.paused)]:
-            if now_ms - task.since_ms >= self._limits.pause_limit_ms and task.leader is not None:
+            if task.header.tier in self._pausing or task.leader is None:
+                continue
+            if now_ms - task.since_ms >= self._limits.pause_limit_ms:
                 effects.append(ToRank(task.leader, GiveBack(task.id)))
                 self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
         for task_id in [task for task, until_ms in self._unclaimed.items() if now_ms >= until_ms]:
@@ -297,7 +311,8 @@ class TaskPool:
         """Give tasks to groups that have room, in order."""
         tasks, groups = self._tasks, tuple(groups)
         self._shedding.has_groups = bool(groups)
-        chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms)
+        queue, closed = tasks.queue, self._closed
+        chosen = tasks.loads.choose(groups, queue, tasks.__getitem__, now_ms, closed)
         return [self._place(task, group, now_ms) for task, group in chosen]
 
     def vacate(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:

@@ -90,6 +90,25 @@ def use_metrics(decisions: View) -> Iterator[Metric]:
     )
 
 
+def alternation_metrics(alternation: View | None) -> Iterator[Metric]:
+    """Yield what the alternation of batch work has done; nothing without an adaptive policy."""
+    if alternation is None:
+        return
+    done = "Batch requests that ended meanwhile."
+    single = "Time that these take in the best single layout, as the policy predicts."
+    cycles = "Times that prompts of batch requests were read in a layout for that."
+    name = "aileron_alternation"
+    yield CounterMetricFamily(f"{name}_cycles", cycles, value=alternation["cycles"])
+    yield CounterMetricFamily(f"{name}_requests", done, value=alternation["requests"])
+    seconds = alternation["single_seconds"]
+    yield CounterMetricFamily(f"{name}_single_layout_seconds", single, value=seconds)
+    text = "Time of an alternation, by phase, and of the switches between them."
+    family = CounterMetricFamily(f"{name}_seconds", text, labels=("phase",))
+    for phase, seconds in alternation["seconds"].items():
+        family.add_metric((phase,), seconds)
+    yield family
+
+
 def probe_metrics(probes: Iterable[View], out: Iterable[View]) -> Iterator[Metric]:
     """Yield the newest probe of each mode of each group, and the quarantined modes."""
     rows = [((each["mode"], _span(each)), each) for each in probes]

@@ -36,6 +36,7 @@ class Views:
     decisions: Callable[[int], View]
     clock: Callable[[], int]
     """Milliseconds of the core's clock."""
+    alternation: Callable[[], View | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class _CellCollector(Collector):
         )
         yield from exposition.rank_metrics(ranks)
         yield from exposition.use_metrics(self._views.decisions(DECISIONS_MAX))
+        yield from exposition.alternation_metrics(self._views.alternation())
         yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
         model = self.facts.model

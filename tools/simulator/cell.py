@@ -5,7 +5,7 @@ takes the cost model's time after the running step of each changed group. Tests 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -13,6 +13,8 @@ from comm_pool.layout import Group, Layout, Rank, diff, format_layout
 from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import GroupObservation, Observation, SwitchObservation
 from coordinator.model.policy_settings import PolicySettings
+from coordinator.policy.alternation import AlternationPhase
+from coordinator.policy.alternator import AlternationView, Alternator
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.candidates import Arrangement, LayoutSpace
 from coordinator.policy.decide import State as PolicyState
@@ -20,7 +22,7 @@ from coordinator.policy.decide import decide
 from coordinator.policy.observe import observe_tiers
 from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.messages.tasks import TaskHeader
-from coordinator.protocol.terms import Binding, TaskId, Tier
+from coordinator.protocol.terms import Binding, Carry, TaskId, Tier
 from coordinator.tasks.placement import OpenGroup
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
@@ -140,6 +142,10 @@ class SimCell:
         self._tasks: dict[str, SimTask] = {}
         self._carried: list[tuple[SimTask, Group]] = []
         self._state = PolicyState()
+        self._alternator = Alternator() if space is not None and settings.alternates else None
+        self._carry = Carry.RESHARD
+        self._paused: dict[Group, list[SimTask]] = {}
+        """The tasks of groups that were left with their KV in place."""
         self._events: list[tuple[float, int, str, object]] = []
         self._order = count()
         self._epoch = 1
@@ -189,6 +195,11 @@ class SimCell:
             blocks_total=room // BLOCK_TOKENS,
         )
 
+    @property
+    def alternation(self) -> AlternationView | None:
+        """What the alternation of batch work did, if the policy may alternate."""
+        return None if self._alternator is None else self._alternator.view
+
     def end(self) -> Run:
         """Return the results; requests in progress count as incomplete."""
         for task in self._tasks.values():
@@ -236,13 +247,22 @@ class SimCell:
     def _place(self) -> None:
         if not self._table.queue:
             return
+        is_held = self._alternation is AlternationPhase.DECODE
         chosen = self._table.loads.choose(
-            self._open_groups(), self._table.queue, self._table.__getitem__, self._now_ms
+            self._open_groups(),
+            self._table.queue,
+            self._table.__getitem__,
+            self._now_ms,
+            {Tier.BATCH} if is_held else (),
         )
         for task, group in chosen:
             self._table.queue.placed(task, self._now_ms)
             self._table.enter(task, State.PLACED, self._now_ms, group.leader)
             self._give(self._groups[group.leader], self._tasks[task.id])
+
+    @property
+    def _alternation(self) -> AlternationPhase:
+        return AlternationPhase.OFF if self._alternator is None else self._alternator.phase
 
     def _open_groups(self) -> list[OpenGroup]:
         reserved = self._here.reserved
@@ -277,6 +297,8 @@ class SimCell:
             del self._tasks[header.task]
             self._table.remove(task.task)
             self._arrivals[header.tier].on_end(task.output)
+            if self._alternator is not None:
+                self._alternator.on_end(header.tier)
             self.result.requests.append(
                 RequestTimes(header.tier, task.arrive_s, task.first_s, self._now_s, task.output)
             )
@@ -298,16 +320,40 @@ class SimCell:
     def _form(self, layout: Layout) -> None:
         for group in layout.groups:
             if group.leader not in self._groups:
-                self._groups[group.leader] = SimGroup(group, self._costs.groups[group.name])
+                cost = self._costs.groups[group.name]
+                room = max(0, cost.capacity_tokens - self._paused_tokens(group))
+                self._groups[group.leader] = SimGroup(group, replace(cost, capacity_tokens=room))
+
+    def _paused_tokens(self, group: Group) -> int:
+        """Return how much of the group's KV others' paused tasks hold."""
+        found = 0.0
+        for other, tasks in self._paused.items():
+            if other != group:
+                shared = len(set(other.ranks) & set(group.ranks)) / other.width
+                found += shared * sum(task.task.context_tokens for task in tasks)
+        return int(found)
 
     def _decide(self) -> None:
         assert self._space is not None
         observation = self._observe()
-        verdict, self._state = decide(
-            observation, self._here.layout, self._space, self._costs, self._settings, self._state
+        current = self._here.layout
+        decided, state = decide(
+            observation, current, self._space, self._costs, self._settings, self._state
         )
+        verdict = decided
+        if self._alternator is not None:
+            layouts = self._space.layouts(current)
+            switches_max = self._settings.switches_per_minute_max
+            verdict = self._alternator.look(
+                observation, current, decided, layouts, self._costs, switches_max, lambda _: True
+            )
+        if verdict is decided:
+            self._state = state
         if verdict.changes:
+            self._carry = verdict.carry or Carry.RESHARD
             self._change(verdict.choice, verdict.reason)
+        else:
+            self._place()
 
     def _change(self, choice: Arrangement, reason: str) -> None:
         if choice.layout == self._here.layout:
@@ -339,7 +385,13 @@ class SimCell:
             is_switching=self._target is not None,
             tiers=tiers,
             groups=tuple(
-                GroupObservation(each.group.name, int(leader), tuple(by_leader.get(leader, ())))
+                GroupObservation(
+                    each.group.name,
+                    int(leader),
+                    tuple(by_leader.get(leader, ())),
+                    blocks_free=max(0, each.cost.capacity_tokens - each.context) // BLOCK_TOKENS,
+                    blocks_total=each.cost.capacity_tokens // BLOCK_TOKENS,
+                )
                 for leader, each in self._groups.items()
             ),
             switches=tuple(
@@ -357,9 +409,14 @@ class SimCell:
             return
         context = 0
         for group in stopping:
-            context += group.context
             held, fresh = group.give_up()
-            self._carried += [(task, group.group) for task in held]
+            if self._carry is Carry.PAUSE:
+                self._paused[group.group] = held
+                for task in held:
+                    self._table.enter(task.task, State.PAUSED, self._now_ms, group.group.leader)
+            else:
+                context += group.context
+                self._carried += [(task, group.group) for task in held]
             for task in fresh:
                 self._table.enter(task.task, State.QUEUED, self._now_ms)
             del self._groups[group.group.leader]
@@ -372,6 +429,8 @@ class SimCell:
         self._here, self._target = self._target, None
         self._epoch += 1
         self._form(self._here.layout)
+        for old in list(self._paused):
+            self._resume(old)
         carried, self._carried = self._carried, []
         for task, old in carried:
             leader = self._adopter(task, old)
@@ -383,6 +442,19 @@ class SimCell:
             self._give(self._groups[leader], task)
         self._vacate()
         self._place()
+
+    def _resume(self, old: Group) -> None:
+        """Let paused tasks go on in their group, or compute them again if none comes back."""
+        if old not in self._here.layout.groups:
+            if self._alternation is AlternationPhase.PREFILL:
+                return
+            for task in self._paused.pop(old):
+                task.has_kv = False
+                self._table.enter(task.task, State.QUEUED, self._now_ms)
+            return
+        for task in self._paused.pop(old):
+            self._table.enter(task.task, State.PLACED, self._now_ms, old.leader)
+            self._give(self._groups[old.leader], task)
 
     def _vacate(self) -> None:
         """Return unstarted tasks of groups that are reserved for more urgent tiers to the queue."""

@@ -1,0 +1,185 @@
+"""Carries an alternation of batch work from decision to decision, and counts what it did.
+
+Pure: the clock is that of the observations. `controller` calls this module.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from comm_pool.layout import Layout, format_layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.observation import Observation
+from coordinator.policy.alternation import (
+    Alternation,
+    AlternationPhase,
+    BatchLoad,
+    advance,
+    weigh,
+)
+from coordinator.policy.candidates import Arrangement
+from coordinator.policy.decide import MINUTE_MS, POLICY, Verdict, standing
+from coordinator.policy.predict import Demand
+from coordinator.protocol.terms import Carry, Tier
+
+SWITCHING = "switching"
+"""Name of the time in which a switch of the alternation is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlternationView:
+    """What an alternation is and did; times in seconds."""
+
+    phase: AlternationPhase
+    reason: str
+    cycles: int
+    seconds: Mapping[str, float]
+    """By phase, and the time of the switches between them."""
+    requests: int
+    """Requests that ended meanwhile."""
+    single_s: float
+    """What these take in the best single layout, by the same predictions."""
+
+
+class Alternator:
+    """The alternation of one cell."""
+
+    __slots__ = (
+        "_counted_until_ms",
+        "_cycles",
+        "_now",
+        "_reason",
+        "_requests",
+        "_seconds",
+        "_single_s",
+    )
+
+    def __init__(self) -> None:
+        self._now = Alternation()
+        self._counted_until_ms: int | None = None
+        self._reason = "no batch work alone"
+        self._cycles, self._requests, self._single_s = 0, 0, 0.0
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def phase(self) -> AlternationPhase:
+        """What the cell does for its batch tasks."""
+        return self._now.phase
+
+    @property
+    def view(self) -> AlternationView:
+        """What it is and did."""
+        return AlternationView(
+            self.phase,
+            self._reason,
+            self._cycles,
+            {name: round(seconds, 3) for name, seconds in self._seconds.items()},
+            self._requests,
+            round(self._single_s, 3),
+        )
+
+    def on_end(self, tier: Tier) -> None:
+        """Count a task that has ended."""
+        if tier is Tier.BATCH and self.phase is not AlternationPhase.OFF and self._now.weighed:
+            self._requests += 1
+            self._single_s += self._now.weighed.single_s
+
+    def look(
+        self,
+        observation: Observation,
+        current: Layout,
+        verdict: Verdict,
+        layouts: Iterable[Layout],
+        costs: CostModel,
+        switches_max: int,
+        is_usable: Callable[[Layout], bool],
+    ) -> Verdict:
+        """Return the verdict, or that of the alternation in its place.
+
+        `verdict` is the policy's for the `current` layout. Layouts that are not usable are left
+        out; at most `switches_max` switches of the policy are made in a minute.
+        """
+        self._count(observation)
+        if observation.is_switching:
+            return verdict
+        before, now_ms = self._now, observation.time_ms
+        load = self._load(observation, current, verdict.demands, switches_max)
+        if before.layout is not None and not is_usable(before.layout):
+            load = None
+        weighed = None
+        if load is not None and load.demand.unstarted >= 1:
+            longest = max((tier.longest_tokens for tier in observation.tiers), default=0)
+            usable = [each for each in layouts if is_usable(each)]
+            weighed = weigh(load.demand, usable, costs, longest, load.cycle_min_ms / 1000)
+        self._now = now = advance(before, load, weighed, now_ms)
+        self._cycles += now.phase is AlternationPhase.PREFILL and before.phase is not now.phase
+        self._reason = _reason_of(now, load)
+        if now.layout is not None:
+            carry = Carry.PAUSE if now.phase is AlternationPhase.PREFILL else Carry.RESHARD
+            return self._verdict(verdict, observation, current, now.layout, carry)
+        is_cut = before.phase is AlternationPhase.PREFILL and before.weighed is not None
+        if is_cut and before.weighed is not None and not observation.pinned_ms:
+            # Urgent tasks decode at once in the layout for that.
+            decode = before.weighed.decode
+            if is_usable(decode):
+                return self._verdict(verdict, observation, current, decode, Carry.RESHARD)
+        return verdict
+
+    def _count(self, observation: Observation) -> None:
+        before_ms, self._counted_until_ms = self._counted_until_ms, observation.time_ms
+        if before_ms is not None and self.phase is not AlternationPhase.OFF:
+            name = SWITCHING if observation.is_switching else self.phase.value
+            seconds = (observation.time_ms - before_ms) / 1000
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def _load(
+        self,
+        observation: Observation,
+        current: Layout,
+        demands: Collection[Demand],
+        switches_max: int,
+    ) -> BatchLoad | None:
+        """Return the batch work, if there is no other and nobody chose the layout."""
+        if observation.pinned_ms or [each.tier for each in demands] != [Tier.BATCH]:
+            return None
+        (demand,) = demands
+        total = sum(group.blocks_total for group in observation.groups)
+        free = sum(group.blocks_free for group in observation.groups)
+        made = sum(each.cause == POLICY for each in observation.switches)
+        used = 1 - free / total if total else 0.0
+        reads = any(tier.unstarted > tier.queued for tier in observation.tiers)
+        return BatchLoad(
+            demand,
+            current,
+            used,
+            reads,
+            may_switch=made + 2 <= switches_max,
+            cycle_min_ms=2 * MINUTE_MS // switches_max,
+        )
+
+    def _verdict(
+        self,
+        verdict: Verdict,
+        observation: Observation,
+        current: Layout,
+        layout: Layout,
+        carry: Carry,
+    ) -> Verdict:
+        choice = Arrangement(layout)
+        changes = choice != standing(observation, current)
+        return replace(verdict, choice=choice, reason=self._reason, changes=changes, carry=carry)
+
+
+def _reason_of(now: Alternation, load: BatchLoad | None) -> str:
+    """Return why the cell alternates, or why not."""
+    if load is None:
+        return "not batch work alone"
+    if now.weighed is None:
+        if load.demand.unstarted < 1:
+            return "no batch request waits"
+        return "one layout is the best for prompts and for decodes"
+    what = {
+        AlternationPhase.OFF: "off",
+        AlternationPhase.PREFILL: "prompts in " + format_layout(now.weighed.prefill),
+        AlternationPhase.DECODE: "decodes in " + format_layout(now.weighed.decode),
+    }[now.phase]
+    return f"{what}: {now.weighed}"
