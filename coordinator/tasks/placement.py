@@ -220,13 +220,15 @@ class Loads:
         """Return the context tokens that the leader's tasks hold."""
         return self._tokens.get(leader, 0)
 
-    def has_room(self, group: OpenGroup, task: Task) -> bool:
-        """Return whether the group can take the task now."""
-        tasks = self.tasks(group.leader)
+    def has_room(
+        self, group: OpenGroup, task: Task, *, without_tasks: int = 0, without_tokens: int = 0
+    ) -> bool:
+        """Return whether the group can take the task now, or could without some of its tasks."""
+        tasks = self.tasks(group.leader) - without_tasks
         if tasks >= group.slots(task.header.tier) or not group.could_hold(task):
             return False
         # A task wastes half a block on average; counting a whole one is safe.
-        used = group.blocks(self.tokens(group.leader)) + tasks
+        used = group.blocks(self.tokens(group.leader) - without_tokens) + tasks
         return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
 
     def choose(

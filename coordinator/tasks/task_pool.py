@@ -28,6 +28,7 @@ from coordinator.protocol.messages.tasks import (
     TaskReturned,
 )
 from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId, Tier
+from coordinator.tasks.displacement import LOOK_EVERY_MS, displaced
 from coordinator.tasks.ended_tasks import EndedTask, EndedTasks
 from coordinator.tasks.placement import OpenGroup, foreign_to
 from coordinator.tasks.shedding import Shedding
@@ -63,6 +64,7 @@ class TaskPool:
         "_carried",
         "_closed",
         "_deadlines",
+        "_displace_due_ms",
         "_ended",
         "_limits",
         "_pausing",
@@ -85,6 +87,7 @@ class TaskPool:
         self._shedding = Shedding(limits.queue)
         self._closed: frozenset[Tier] = frozenset()
         """Tiers whose queued tasks wait for another layout."""
+        self._displace_due_ms = 0
         self._pausing: frozenset[Tier] = frozenset()
         """Tiers whose tasks may be paused for longer than the limit."""
         self.context_tokens_max = 0
@@ -311,9 +314,22 @@ class TaskPool:
         """Give tasks to groups that have room, in order."""
         tasks, groups = self._tasks, tuple(groups)
         self._shedding.has_groups = bool(groups)
+        effects = self._displace(groups, now_ms)
         queue, closed = tasks.queue, self._closed
         chosen = tasks.loads.choose(groups, queue, tasks.__getitem__, now_ms, closed)
-        return [self._place(task, group, now_ms) for task, group in chosen]
+        return [*effects, *(self._place(task, group, now_ms) for task, group in chosen)]
+
+    def _displace(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:
+        """Take batch tasks back for an urgent one that waits for room."""
+        if now_ms < self._displace_due_ms:
+            return []
+        self._displace_due_ms = now_ms + LOOK_EVERY_MS
+        effects: list[Effect] = []
+        for task in displaced(self._tasks, groups, now_ms):
+            assert task.leader is not None
+            effects.append(ToRank(task.leader, GiveBack(task.id)))
+            self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
+        return effects
 
     def vacate(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:
         """Take back what waits in groups that have been reserved for more urgent tiers since."""

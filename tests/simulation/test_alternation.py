@@ -107,6 +107,35 @@ def test_what_it_says_of_one_layout_is_about_what_one_takes() -> None:
     assert sum(view.seconds.values()) < view.single_s
 
 
+def urgent_s(box: Box, settings: PolicySettings) -> tuple[float, int]:
+    """Return the longest time to a first token of urgent requests in a batch, and the cycles."""
+    cell = SimCell(parse_layout("tp4", RANKS, WIDTHS), box.costs, settings, space())
+    for _ in range(REQUESTS):
+        cell.offer(Arrival(0.0, Tier.BATCH, box.prompt, box.output))
+    for number in range(4):
+        cell.offer(Arrival(30.0 + 60.0 * number, Tier.INTERACTIVE, 100, 20))
+    end_s = 0.0
+    while len(cell.result.requests) < REQUESTS + 4:
+        end_s += 1.0
+        assert end_s < LIMIT_S
+        cell.advance(end_s)
+    urgent = [each for each in cell.result.requests if each.tier is Tier.INTERACTIVE]
+    view = cell.alternation
+    return max(each.ttft_s or LIMIT_S for each in urgent), view.cycles if view is not None else 0
+
+
+@pytest.mark.parametrize("seed", [1, 19, 27])
+def test_urgent_requests_among_a_batch_wait_for_a_switch_at_most(seed: int) -> None:
+    """Batch tasks make room for them, in any case."""
+    box = drawn(seed)
+    switch_s = box.costs.switch.seconds(box.costs.groups["tp4"].capacity_tokens)
+    took_s, cycles = urgent_s(box, SETTINGS)
+    without_s, _ = urgent_s(box, replace(SETTINGS, alternates=False))
+    assert cycles >= 2, "it goes on after each of them"
+    assert took_s < without_s + switch_s
+    assert without_s < 4.0
+
+
 def test_a_cell_that_may_not_alternate_takes_longer() -> None:
     box = drawn(1)
     took_s, _ = run(box, "tp4", SETTINGS)

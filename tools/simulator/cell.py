@@ -23,6 +23,7 @@ from coordinator.policy.observe import observe_tiers
 from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Carry, TaskId, Tier
+from coordinator.tasks.displacement import displaced
 from coordinator.tasks.placement import OpenGroup
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
@@ -247,6 +248,13 @@ class SimCell:
     def _place(self) -> None:
         if not self._table.queue:
             return
+        for task in displaced(self._table, self._open_groups(), self._now_ms):
+            assert task.leader is not None
+            of_task = self._groups[task.leader]
+            of_task.drop(self._tasks[task.id], self._now_s)
+            if of_task.ends_s is not None:
+                self._push(of_task.ends_s, "step", (of_task, of_task.version))
+            self._table.enter(task, State.QUEUED, self._now_ms)
         is_held = self._alternation is AlternationPhase.DECODE
         chosen = self._table.loads.choose(
             self._open_groups(),

@@ -6,7 +6,7 @@ simulated cell calls this module.
 """
 
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from comm_pool.layout import Group
 from coordinator.model.cost_model import GroupCost
@@ -72,10 +72,25 @@ class SimGroup:
             heappush(self.waiting, (task.order, task.task.id, task))
         self.cut(now_s)
 
+    def drop(self, task: SimTask, now_s: float) -> None:
+        """Remove a task, which is computed again; running decodes end at their next step."""
+        self.waiting = [each for each in self.waiting if each[2] is not task]
+        heapify(self.waiting)
+        self.filling = [each for each in self.filling if each[2] is not task]
+        self._chunks = [each for each in self._chunks if each[0] is not task]
+        if any(each[2] is task for each in self.decoding):
+            task.task.generated = self.generated(task)
+            self.decoding = [each for each in self.decoding if each[2] is not task]
+            heapify(self.decoding)
+            self.context -= task.task.header.prompt_tokens + task.task.generated
+        task.has_kv = False
+        self.cut(now_s)
+
     def take_waiting(self, tiers: int) -> list[SimTask]:
         """Remove and return the tasks that wait here and are of none of the first `tiers` tiers."""
         foreign = [each for each in self.waiting if each[0][0] >= tiers]
         self.waiting = [each for each in self.waiting if each[0][0] < tiers]
+        heapify(self.waiting)
         return [task for _, _, task in foreign]
 
     def cut(self, now_s: float) -> None:

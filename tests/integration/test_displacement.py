@@ -1,0 +1,52 @@
+"""An urgent request finds all KV in use by batch requests, on real ranks."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.protocol.terms import Tier
+from coordinator.tasks.displacement import DISPLACE_AFTER_MS
+from tests.harness.cells.bare_cell import TaskClient, bare_cell
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+ARGUMENTS = [
+    *("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "48"),
+]
+"""KV for 1,504 tokens."""
+PROMPT_TOKENS, TOKENS = 200, 250
+FULL_TOKENS = 80
+"""With as many tokens of each of the five, there is no room for a sixth."""
+
+
+def prompt(name: str) -> list[int]:
+    return random.Random(name).choices(range(10, 4000), k=PROMPT_TOKENS)
+
+
+async def test_batch_streams_make_room_and_stay_exact(tmp_path: Path, record_property: Any) -> None:
+    with bare_cell(tmp_path, ranks=1, engine_args=ARGUMENTS) as cell:
+        client = TaskClient()
+        async with client.connected(cell):
+            names = [f"batch-{number}" for number in range(5)]
+            for name in names:
+                client.submit(name, prompt(name), tier=Tier.BATCH, max_tokens=TOKENS)
+            while min(len(client.streams[name].tokens) for name in names) < FULL_TOKENS:
+                await asyncio.sleep(0.005)
+            asked_s = time.monotonic()
+            client.submit("urgent", prompt("urgent"), tier=Tier.INTERACTIVE, max_tokens=20)
+            await client.wait_first_tokens("urgent")
+            first_s = time.monotonic() - asked_s
+            assert not any(client.streams[name].finished for name in names), "none had to end"
+            assert first_s > DISPLACE_AFTER_MS / 1000, "there was no room at first"
+            (urgent,) = await client.finish("urgent")
+            streams = await client.finish(*names)
+            for name, stream in [("urgent", urgent), *zip(names[2:], streams[2:], strict=True)]:
+                client.submit(f"calm-{name}", prompt(name), max_tokens=len(stream.tokens))
+                (calm,) = await client.finish(f"calm-{name}")
+                assert stream.tokens == calm.tokens
+    record_property("summary", f"an urgent request in a full cell: first token {first_s:.2f} s")

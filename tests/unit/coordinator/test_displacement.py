@@ -1,0 +1,113 @@
+"""Which batch tasks make room for urgent ones."""
+
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.model.events import Effect, ToRank
+from coordinator.protocol.messages.rank import GiveBack, Place
+from coordinator.protocol.terms import TaskId, Tier
+from coordinator.tasks.displacement import DISPLACE_AFTER_MS, LOOK_EVERY_MS
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.task import State
+from coordinator.tasks.task_pool import TaskPool
+from tests.harness.coordinator.builders import submit
+from tests.harness.coordinator.pools import TWO, ZERO, group, pool, returned, state
+
+LATE_MS = 10 * DISPLACE_AFTER_MS
+PROMPT = 30
+"""Of 10 blocks of 16 tokens three such tasks leave too few for another."""
+
+
+def cell(*tiers: Tier, groups: int = 1) -> tuple[TaskPool, list[OpenGroup]]:
+    """Groups that are full of tasks of these tiers, which have their first token."""
+    tasks = pool()
+    open_groups = [group(Rank(2 * number)) for number in range(groups)]
+    for number, tier in enumerate(tiers):
+        tasks.submit(submit(f"old{number}", prompt=PROMPT, tier=tier), number)
+        tasks.place(open_groups, number)
+        tasks.tasks[TaskId(f"old{number}")].generated = 1
+    assert not tasks.tasks.queue
+    return tasks, open_groups
+
+
+def names(effects: list[Effect], kind: type) -> list[str]:
+    messages = [each.message for each in effects if isinstance(each, ToRank)]
+    return [
+        str(each.task if isinstance(each, GiveBack) else each.header.task)
+        for each in messages
+        if isinstance(each, kind) and isinstance(each, GiveBack | Place)
+    ]
+
+
+@pytest.mark.parametrize("tier", [Tier.INTERACTIVE, Tier.STANDARD])
+def test_the_newest_batch_task_makes_room(tier: Tier) -> None:
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    tasks.submit(submit("new", prompt=PROMPT, tier=tier), LATE_MS)
+    assert tasks.place(groups, LATE_MS) == [], "tasks end all the time"
+    now_ms = LATE_MS + DISPLACE_AFTER_MS
+    effects = tasks.place(groups, now_ms)
+    assert names(effects, GiveBack) == ["old2"]
+    assert names(effects, Place) == ["new"]
+    assert state(tasks, TaskId("old2")) is State.RETURNING
+    tasks.returned(ZERO, returned(TaskId("old2"), 1, 7), now_ms)
+    assert tasks.place(groups, now_ms + LATE_MS) == [], "it waits for room as any other"
+    tasks.release(TaskId("new"), is_done=True)
+    assert names(tasks.place(groups, now_ms + 2 * LATE_MS), Place) == ["old2"]
+
+
+def test_as_many_as_are_needed_make_room_and_no_more() -> None:
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    tasks.submit(submit("new", prompt=100, tier=Tier.INTERACTIVE), 0)
+    assert names(tasks.place(groups, LATE_MS), GiveBack) == ["old2", "old1"]
+
+
+def test_only_batch_tasks_make_room_and_only_for_others() -> None:
+    tasks, groups = cell(Tier.STANDARD, Tier.STANDARD, Tier.STANDARD)
+    tasks.submit(submit("new", prompt=PROMPT, tier=Tier.INTERACTIVE), 0)
+    assert tasks.place(groups, LATE_MS) == []
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    tasks.submit(submit("new", prompt=PROMPT, tier=Tier.BATCH), 0)
+    assert tasks.place(groups, LATE_MS) == []
+
+
+def test_none_is_taken_back_where_all_of_them_would_not_do() -> None:
+    tasks, groups = cell(Tier.STANDARD, Tier.BATCH, Tier.STANDARD)
+    tasks.submit(submit("new", prompt=100, tier=Tier.INTERACTIVE), 0)
+    assert tasks.place(groups, LATE_MS) == []
+
+
+def test_the_group_with_the_least_to_compute_again_makes_room() -> None:
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, groups=2)
+    for name, prompt in (("zero", 60), ("two", 50)):
+        tasks.submit(submit(name, prompt=prompt, tier=Tier.BATCH), 1)
+        tasks.place(groups, 1)
+    assert tasks.tasks[TaskId("zero")].leader == ZERO
+    assert tasks.tasks[TaskId("two")].leader == TWO
+    tasks.submit(submit("new", prompt=2 * PROMPT, tier=Tier.INTERACTIVE), 1)
+    assert names(tasks.place(groups, LATE_MS), GiveBack) == ["two"]
+
+
+def test_a_group_that_cannot_make_enough_room_makes_none() -> None:
+    batch, other = Tier.BATCH, Tier.STANDARD
+    tasks, groups = cell(other, batch, batch, other, batch, other, groups=2)
+    tasks.submit(submit("new", prompt=70, tier=Tier.INTERACTIVE), 0)
+    effects = tasks.place(groups, LATE_MS)
+    assert names(effects, GiveBack) == ["old4", "old2"]
+    assert {each.rank for each in effects if isinstance(each, ToRank)} == {ZERO}
+
+
+def test_a_group_with_room_is_used_instead() -> None:
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    tasks.submit(submit("new", prompt=PROMPT, tier=Tier.INTERACTIVE), 0)
+    effects = tasks.place([*groups, group(TWO)], LATE_MS)
+    assert names(effects, GiveBack) == []
+    assert names(effects, Place) == ["new"]
+
+
+def test_looks_are_some_time_apart() -> None:
+    tasks, groups = cell(Tier.STANDARD, Tier.STANDARD, Tier.STANDARD)
+    tasks.submit(submit("new", prompt=PROMPT, tier=Tier.INTERACTIVE), 0)
+    assert tasks.place(groups, LATE_MS) == []
+    tasks.tasks[TaskId("old1")].header = submit("old1", prompt=PROMPT, tier=Tier.BATCH).header
+    assert tasks.place(groups, LATE_MS + LOOK_EVERY_MS - 1) == []
+    assert names(tasks.place(groups, LATE_MS + LOOK_EVERY_MS), GiveBack) == ["old1"]
