@@ -156,30 +156,31 @@ def _words_for(name: str, value: Any) -> Iterator[str]:
 
 def _set_ranks(options: argparse.Namespace, given: Sequence[GivenOption]) -> None:
     """Set ranks and layout by vLLM's parallel sizes, as far as they are given."""
-    tensor, data = (_size(given, name) for name in (TENSOR, DATA))
-    if (_size(given, PIPELINE) or 1) > 1:
-        raise CliError(
-            f"pipeline parallelism cannot be served yet: leave out {PIPELINE}.", USAGE_STATUS
-        )
-    if tensor is None and data is None:
+    tensor, data, pipeline = (_size(given, name) for name in (TENSOR, DATA, PIPELINE))
+    stages = pipeline or 1
+    if tensor is None and data is None and stages == 1:
         return
-    width = tensor or 1
-    if width & (width - 1):
-        raise CliError(
-            f"{TENSOR} {width}: groups are as wide as a power of two, such as 2, 4 or 8.",
-            USAGE_STATUS,
-        )
+    width = (tensor or 1) * stages
+    for name, size in ((TENSOR, tensor), (PIPELINE, pipeline)):
+        if size is not None and size & (size - 1):
+            raise CliError(
+                f"{name} {size}: groups are as wide as a power of two, such as 2, 4 or 8.",
+                USAGE_STATUS,
+            )
     if options.ranks is None:
         options.ranks = width * (data or 1)
     groups, rest = divmod(options.ranks, width)
     if rest or (data is not None and groups != data):
         raise CliError(
             f"--ranks {options.ranks} are not {data or 'some'} groups of {width}: leave out "
-            f"--ranks, or {TENSOR} and {DATA}.",
+            f"--ranks, or {TENSOR}, {PIPELINE} and {DATA}.",
             USAGE_STATUS,
         )
     if options.layout is None:
-        options.layout = f"dp{groups}" if width == 1 else "+".join([f"tp{width}"] * groups)
+        name = f"tp{width}" if stages == 1 else f"pp{stages}"
+        if stages > 1 and stages < width:
+            name += f"tp{width // stages}"
+        options.layout = f"dp{groups}" if width == 1 else "+".join([name] * groups)
 
 
 def _size(given: Sequence[GivenOption], name: str) -> int | None:

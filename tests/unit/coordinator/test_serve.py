@@ -63,6 +63,9 @@ def test_a_model_may_stand_anywhere(words: list[str]) -> None:
         (["-tp", "2", "--ranks", "8"], 8, "tp2+tp2+tp2+tp2"),
         (["-tp", "2", "--layout", "dp2"], 2, "dp2"),
         (["-tp", "1", "-pp", "1"], 1, "dp1"),
+        (["-pp", "2", "--device", "cpu"], 2, "pp2"),
+        (["-pp", "2", "-dp", "2", "--device", "cpu"], 4, "pp2+pp2"),
+        (["-pp", "1"], 8, "dp8"),
         ([], 8, "dp8"),
     ],
 )
@@ -70,6 +73,11 @@ def test_parallel_sizes_become_ranks_and_layout(words: list[str], ranks: int, la
     config = build("m", *words, gpus=8)
     assert (config.cell.ranks, config.cell.layout) == (ranks, layout)
     assert config.model.engine_args == ()
+
+
+def test_stages_on_gpus_are_refused_with_what_can_be_used() -> None:
+    with pytest.raises(CliError, match="pp2 is a pipeline group, which only CPU ranks run yet"):
+        build("m", "-pp", "2", gpus=8)
 
 
 def test_several_names_and_own_options() -> None:
@@ -238,7 +246,8 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         (["m", "-asc", "None"], "--api-server-count takes a whole number, not 'None'"),
         (["m", "--api-server-count=-1"], "--api-server-count -1: use 1 or more"),
         (["m", "-asc", "9" * 5_000], "--api-server-count takes a whole number"),
-        (["m", "-pp", "2"], "pipeline parallelism cannot be served yet"),
+        (["m", "-pp", "3"], "--pipeline-parallel-size 3: groups are as wide as a power of two"),
+        (["m", "-pp", "2", "-tp", "2", "--device", "cpu"], "pp2tp2 has stages of several ranks"),
         (["m", "-tp", "2", "--ranks", "3"], "--ranks 3 are not"),
         (["m", "-tp", "2", "-dp", "2", "--ranks", "8"], "--ranks 8 are not 2 groups of 2"),
         (["m", "--api-key", ""], "--api-key is empty"),
