@@ -400,6 +400,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "blocks are entered before they are full": (
         (BlockEntries, "step_is_planned", _enters_at_once),
     ),
+    "blocks of a group that was left are entered": ((BlockEntries, "withdraw", _does_nothing),),
     "blocks keep their entries": ((GroupDirectory, "clear", _does_nothing),),
     "entries come back as they were": ((GroupDirectory, "is_same", _is_any_version),),
     "a found place is always there": ((LostKV, "is_there", _is_always_there),),

@@ -209,6 +209,11 @@ class SimScheduler(FakeScheduler):
                 self.blocks.entries.remove(block)
         return is_taken
 
+    def withdraw(self) -> LeaseIndices:
+        if self.blocks is not None:
+            self.blocks.entries.withdraw()
+        return super().withdraw()
+
     def set_aside(self, pages: int) -> LeaseIndices:
         indices = super().set_aside(pages)
         if self.blocks is not None:

@@ -63,6 +63,7 @@ FOUND_BY = {
     "groups begin in pages that can be read": 2,
     "new processes empty pages that can be read": 2,
     "blocks are entered before they are full": 35,
+    "blocks of a group that was left are entered": 8610284,
     "blocks keep their entries": 45,
     "entries come back as they were": 463,
     "a found place is always there": 2,
