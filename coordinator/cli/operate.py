@@ -169,8 +169,8 @@ def run_explain(options: argparse.Namespace) -> int:
         print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
     for decision in answer["decisions"]:
         print("\n" + decision_text(decision))
-    if answer["alternation"] is not None:
-        print("\n" + alternation_text(answer["alternation"]))
+    if (alternation := answer.get("alternation")) is not None:
+        print("\n" + alternation_text(alternation))
     for times in answer["step_times"]:
         print("\n" + step_times_text(times))
     if answer["borrowing_bytes"]:

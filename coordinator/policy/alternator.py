@@ -77,6 +77,11 @@ class Alternator:
             round(self._single_s, 3),
         )
 
+    def stop(self) -> None:
+        """End it: the policy must not alternate any more."""
+        self._now = Alternation()
+        self._reason = "policy.alternation is off"
+
     def on_end(self, tier: Tier) -> None:
         """Count a task that has ended."""
         if tier is Tier.BATCH and self.phase is not AlternationPhase.OFF and self._now.weighed:

@@ -64,7 +64,6 @@ class PolicyController:
     )
 
     def __init__(self, start: PolicyStart) -> None:
-        self._start = start
         self._knowledge = Knowledge(start.widths, start.step_times)
         self._arrivals = Arrivals()
         self._alternator = Alternator()
@@ -75,6 +74,8 @@ class PolicyController:
         self._reserved_layout: Layout | None = None
         self._reserved: tuple[Rank, ...] = ()
         self._tiers = 0
+        self._start = start
+        self.change_settings(start.settings)
 
     @property
     def horizon_ms(self) -> int:
@@ -99,6 +100,8 @@ class PolicyController:
     def change_settings(self, settings: PolicySettings) -> None:
         """Decide by other goals and limits from now on."""
         self._start = replace(self._start, settings=settings)
+        if not settings.alternates:
+            self._alternator.stop()
 
     def reserved_groups(self, layout: Layout) -> dict[Rank, int]:
         """Return `layout`'s reserved groups: leader -> number of the most urgent tiers."""

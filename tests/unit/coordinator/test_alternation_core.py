@@ -1,10 +1,12 @@
 """Alternation of batch work within the core: what is switched, held back, paused and told."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from coordinator.model.events import SettingsChanged
 from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.protocol.messages.rank import GiveBack, RankHello
 from coordinator.protocol.messages.steps import WidthTimes
@@ -135,10 +137,33 @@ def test_an_interactive_request_ends_it_at_once(cell: Cell) -> None:
     assert "urgent" in names_of(cell, State.PLACED)
 
 
+def test_it_ends_where_it_is_switched_off_while_the_cell_serves(cell: Cell) -> None:
+    place(cell, *NAMES)
+    wait(cell, 1_000)
+    report(cell)
+    wait(cell, 2_000)
+    assert alternation(cell)["phase"] == "decode"
+    cell.core._pool.release(TaskId(names_of(cell, State.PLACED)[0]), is_done=True)
+    start = PolicyStart(dataclasses.replace(SETTINGS, alternates=False), (1, 4), {})
+    cell.event(SettingsChanged(dataclasses.replace(cell.settings, policy=start)))
+    queued = names_of(cell, State.QUEUED)
+    wait(cell, 1_000)
+    assert alternation(cell) | {"seconds": {}} == {
+        "phase": "off",
+        "reason": "policy.alternation is off",
+        "cycles": 1,
+        "seconds": {},
+        "requests": 0,
+        "single_seconds": 0.0,
+    }
+    assert len(names_of(cell, State.QUEUED)) < len(queued), "batch tasks are placed again"
+
+
 def test_a_cell_that_must_not_alternate_does_not(cell: Cell) -> None:
     del cell
     other = serving(PolicySettings(settle_ms=500, stay_ms=1_000, alternates=False))
     place(other, *NAMES)
     wait(other, 5_000)
     assert alternation(other)["phase"] == "off"
+    assert alternation(other)["reason"] == "policy.alternation is off"
     assert last_switch(other)["carry"] != "pause"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import main
-from coordinator.cli.operate import decision_text
+from coordinator.cli.operate import alternation_text, decision_text
 from coordinator.model.observation_log import encode
 from coordinator.protocol.config import ConfigError
 from coordinator.server.policy_files import ObservationLog, read_step_times
@@ -83,3 +83,21 @@ def test_step_times_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     bad.write_text("dp2: {points: [[1, 2]]}\n")
     with pytest.raises(ConfigError, match="'dp2' is no mode"):
         read_step_times(str(bad))
+
+
+def test_an_alternation_is_explained_with_what_one_layout_would_take() -> None:
+    view = {
+        "phase": "decode",
+        "reason": "decodes in tp4: a request takes 700 ms",
+        "cycles": 3,
+        "seconds": {"prefill": 20.04, "decode": 39.0, "switching": 1.0},
+        "requests": 90,
+        "single_seconds": 75.5,
+    }
+    assert alternation_text(view) == (
+        "alternation of batch work: decodes in tp4: a request takes 700 ms\n"
+        "    3 cycles served 90 requests in 60.0 s (20.0 s prefill, 39.0 s decode, "
+        "1.0 s switching); one layout takes about 75.5 s for them"
+    )
+    idle = {**view, "reason": "no batch work alone", "requests": 0}
+    assert alternation_text(idle) == "alternation of batch work: no batch work alone"
