@@ -359,7 +359,7 @@ class Core:
                 ForecastMade(evaluation.observation.epoch, steering.horizon_ms, evaluation.expected)
             )
         carry = evaluation.verdict.carry or self._settings.default_carry
-        self._pool.alternate(holds=steering.holds_batch, pauses=steering.pauses_batch)
+        self._pool.alternate(now_ms, holds=steering.holds_batch, pauses=steering.pauses_batch)
         decision = recorded(evaluation.verdict, carry, now_ms)
         layout = evaluation.verdict.choice.layout
         if evaluation.verdict.changes:

@@ -28,6 +28,9 @@ GAIN_MIN = 0.05
 PHASE_MIN_MS = 1_000
 """Least time of a phase of prompts: reports of the KV in use are older than the phase at first."""
 
+CYCLES_MAX = 3.0
+"""Most time of a phase, in predicted cycles: then the work is another by now."""
+
 BATCH_PLACES = 7 / 8
 """The share of a group's places that batch tasks may have; see `placement`."""
 
@@ -57,6 +60,11 @@ class Weighed:
     """Seconds with the pair, including a request's share of the switches."""
     single_s: float
     """Seconds if one layout does it all."""
+
+    @property
+    def cycle_s(self) -> float:
+        """How long a cycle takes, in seconds."""
+        return max(1.0, self.share * self.tasks_max) * self.pair_s
 
     @property
     def gain(self) -> float:
@@ -210,8 +218,11 @@ def advance(
         return _begin(now, AlternationPhase.DECODE, now_ms) if has_prompts else off
     if now.phase is AlternationPhase.PREFILL:
         is_full = now_ms - now.since_ms >= PHASE_MIN_MS and _is_full(load, now.weighed)
-        return _begin(now, AlternationPhase.DECODE, now_ms) if is_full else now
+        is_over = is_full or _is_overdue(now, now_ms)
+        return _begin(now, AlternationPhase.DECODE, now_ms) if is_over else now
     may_begin = load.may_switch and _is_due(now, load, now_ms)
+    if now.phase is AlternationPhase.DECODE and _is_overdue(now, now_ms):
+        return off
     if now.phase is AlternationPhase.DECODE:
         if not _has_room(load, now.weighed) or not (may_begin or load.demand.running < 1):
             return now
@@ -235,6 +246,11 @@ def _is_due(now: Alternation, load: BatchLoad, now_ms: int) -> bool:
     return now.cycle_ms is None or now_ms - now.cycle_ms >= load.cycle_min_ms
 
 
+def _is_overdue(now: Alternation, now_ms: int) -> bool:
+    cycle_s = now.weighed.cycle_s if now.weighed is not None else 0.0
+    return now_ms - now.since_ms >= 1000 * CYCLES_MAX * cycle_s
+
+
 def _is_full(load: BatchLoad, weighed: Weighed | None) -> bool:
     """Return whether the cell holds as many tasks as it can, running or paused."""
     tasks_max = weighed.tasks_max if weighed is not None else 0.0
@@ -243,5 +259,9 @@ def _is_full(load: BatchLoad, weighed: Weighed | None) -> bool:
 
 
 def _has_room(load: BatchLoad, weighed: Weighed | None) -> bool:
-    """Return whether as many tasks have ended as a cycle replaces."""
-    return weighed is not None and load.demand.running <= (1 - weighed.share) * weighed.tasks_max
+    """Return whether as many tasks have ended as a cycle replaces, and prompts find KV."""
+    if weighed is None:
+        return False
+    # Tasks that are about to end are longer than others.
+    has_kv = load.demand.running < 1 or 1 - load.used >= weighed.share / 2
+    return has_kv and load.demand.running <= (1 - weighed.share) * weighed.tasks_max

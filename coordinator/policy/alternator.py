@@ -51,9 +51,12 @@ class Alternator:
         "_requests",
         "_seconds",
         "_single_s",
+        "is_wanted",
     )
 
     def __init__(self) -> None:
+        self.is_wanted = True
+        """Whether the policy may alternate; one that is under way ends without it."""
         self._now = Alternation()
         self._counted_until_ms: int | None = None
         self._reason = "no batch work alone"
@@ -70,17 +73,12 @@ class Alternator:
         """What it is and did."""
         return AlternationView(
             self.phase,
-            self._reason,
+            self._reason if self.is_wanted else "policy.alternation is off",
             self._cycles,
             {name: round(seconds, 3) for name, seconds in self._seconds.items()},
             self._requests,
             round(self._single_s, 3),
         )
-
-    def stop(self) -> None:
-        """End it: the policy must not alternate any more."""
-        self._now = Alternation()
-        self._reason = "policy.alternation is off"
 
     def on_end(self, tier: Tier) -> None:
         """Count a task that has ended."""
@@ -104,12 +102,15 @@ class Alternator:
         out; at most `switches_max` switches of the policy are made in a minute.
         """
         self._count(observation)
-        if observation.is_switching:
-            return verdict
         before, now_ms = self._now, observation.time_ms
-        load = self._load(observation, current, verdict.demands, switches_max)
-        if before.layout is not None and not is_usable(before.layout):
-            load = None
+        if not self.is_wanted and before.phase is AlternationPhase.OFF:
+            return verdict
+        must_end = observation.pinned_ms > 0 or not self.is_wanted
+        if observation.is_switching and not must_end:
+            return verdict
+        load = None
+        if not must_end and (before.layout is None or is_usable(before.layout)):
+            load = self._load(observation, current, verdict.demands, switches_max)
         weighed = None
         if load is not None and load.demand.unstarted >= 1:
             longest = max((tier.longest_tokens for tier in observation.tiers), default=0)
@@ -119,7 +120,10 @@ class Alternator:
         self._cycles += now.phase is AlternationPhase.PREFILL and before.phase is not now.phase
         self._reason = _reason_of(now, load)
         if now.layout is not None:
-            carry = Carry.PAUSE if now.phase is AlternationPhase.PREFILL else Carry.RESHARD
+            # Tasks are paused only in the layout in which they go on.
+            is_home = now.weighed is not None and current == now.weighed.decode
+            pauses = is_home and now.phase is AlternationPhase.PREFILL
+            carry = Carry.PAUSE if pauses else Carry.RESHARD
             return self._verdict(verdict, observation, current, now.layout, carry)
         is_cut = before.phase is AlternationPhase.PREFILL and before.weighed is not None
         if is_cut and before.weighed is not None and not observation.pinned_ms:
@@ -143,8 +147,8 @@ class Alternator:
         demands: Collection[Demand],
         switches_max: int,
     ) -> BatchLoad | None:
-        """Return the batch work, if there is no other and nobody chose the layout."""
-        if observation.pinned_ms or [each.tier for each in demands] != [Tier.BATCH]:
+        """Return the batch work, if there is no other."""
+        if [each.tier for each in demands] != [Tier.BATCH]:
             return None
         (demand,) = demands
         total = sum(group.blocks_total for group in observation.groups)

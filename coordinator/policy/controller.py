@@ -100,8 +100,7 @@ class PolicyController:
     def change_settings(self, settings: PolicySettings) -> None:
         """Decide by other goals and limits from now on."""
         self._start = replace(self._start, settings=settings)
-        if not settings.alternates:
-            self._alternator.stop()
+        self._alternator.is_wanted = settings.alternates
 
     def reserved_groups(self, layout: Layout) -> dict[Rank, int]:
         """Return `layout`'s reserved groups: leader -> number of the most urgent tiers."""
@@ -153,16 +152,14 @@ class PolicyController:
         observation = self._observe(switcher, roster, tasks, now_ms)
         settings = self._start.settings
         decided, state = decide(observation, current, space, costs, settings, self._state)
-        verdict = decided
-        if settings.alternates:
-            layouts, switches_max = space.layouts(current), settings.switches_per_minute_max
+        layouts, switches_max = space.layouts(current), settings.switches_per_minute_max
 
-            def is_usable(layout: Layout) -> bool:
-                return why_unreachable(layout, roster, switcher.alive) is None
+        def is_usable(layout: Layout) -> bool:
+            return why_unreachable(layout, roster, switcher.alive) is None
 
-            verdict = self._alternator.look(
-                observation, current, decided, layouts, costs, switches_max, is_usable
-            )
+        verdict = self._alternator.look(
+            observation, current, decided, layouts, costs, switches_max, is_usable
+        )
         if verdict is decided:
             self._state = state
         cost_line = None

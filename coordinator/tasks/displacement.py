@@ -20,26 +20,38 @@ DISPLACE_AFTER_MS = 100
 LOOK_EVERY_MS = 50
 """Least time between two looks: each goes through the tasks of the groups."""
 
+DISPLACED_FOR_MAX = 16
+"""Urgent tasks that get room by one look."""
+
 LOOK_AHEAD_TASKS = 8
-"""Urgent tasks that are looked at, in the order of the queue."""
+"""Urgent tasks without room that are passed over."""
 
 
 def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> list[Task]:
-    """Return the batch tasks to take back, newest first; none if no urgent task waits for room."""
+    """Return the batch tasks that make room for one urgent task; none if none needs it.
+
+    Tasks that were placed for their age make no room, and one that has made room does so last.
+    """
     if not any(tasks.queue.count(tier) for tier in Tier if tier is not Tier.BATCH):
         return []
-    waiting = tasks.queue.in_order(now_ms, {Tier.BATCH})
-    for _, name in zip(range(LOOK_AHEAD_TASKS), waiting, strict=False):
-        urgent = tasks[name]
-        if urgent.header.tier is Tier.BATCH or now_ms - urgent.since_ms < DISPLACE_AFTER_MS:
+    passed, open_groups = 0, list(groups)
+    for urgent in map(tasks.__getitem__, tasks.queue.in_order(now_ms, {Tier.BATCH})):
+        if urgent.header.tier is Tier.BATCH or not any(each.reaches(urgent) for each in groups):
             continue
-        near = [each for each in groups if not foreign_to(each, groups, urgent)]
+        near = [each for each in open_groups if not foreign_to(each, groups, urgent)]
         if any(tasks.loads.has_room(each, urgent) for each in near):
             continue
-        found = [_in_group(tasks, each, urgent) for each in near if each.could_hold(urgent)]
-        possible = [each for each in found if each]
-        if possible:
+        able = [each for each in near if each.could_hold(urgent)]
+        is_late = now_ms - urgent.since_ms >= DISPLACE_AFTER_MS
+        found = [_in_group(tasks, each, urgent) for each in able] if is_late else []
+        if possible := [each for each in found if each]:
             return min(possible, key=_tokens)
+        # It claims the next room of this group, so no other task would get that.
+        claimed = tasks.loads.best_for(urgent, able)
+        open_groups = [each for each in open_groups if each is not claimed]
+        passed += 1
+        if passed == LOOK_AHEAD_TASKS or not open_groups:
+            break
     return []
 
 
@@ -50,8 +62,8 @@ def _in_group(tasks: TaskTable, group: OpenGroup, urgent: Task) -> list[Task]:
     """
     loads, tokens = tasks.loads, 0
     held = [tasks[name] for name in loads.of(group.leader)]
-    batch = [each for each in held if each.header.tier is Tier.BATCH]
-    batch.sort(key=lambda each: each.arrival, reverse=True)
+    batch = [each for each in held if each.header.tier is Tier.BATCH and not each.is_promoted]
+    batch.sort(key=lambda each: (each.displacements, -each.arrival))
     for count, each in enumerate(batch, 1):
         tokens += each.context_tokens
         if loads.has_room(group, urgent, without_tasks=count, without_tokens=tokens):

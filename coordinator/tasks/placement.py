@@ -237,25 +237,31 @@ class Loads:
         queue: TaskQueue,
         task_of: Callable[[TaskId], Task],
         now_ms: int,
-        closed_tiers: Collection[Tier] = (),
+        held_tiers: Collection[Tier] = (),
     ) -> list[tuple[Task, OpenGroup]]:
-        """Go through the queue once; the chosen tasks are counted, but still queued."""
+        """Go through the queue once; the chosen tasks are counted, but still queued.
+
+        Of `held_tiers` only tasks that have begun are placed.
+        """
         groups = tuple(groups)
         free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
-        closed: set[Tier] = set(closed_tiers)
+        closed: set[Tier] = set()
         blocked: Counter[Tier] = Counter()
         chosen: list[tuple[Task, OpenGroup]] = []
         for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
+            if task.header.tier in held_tiers and not task.generated:
+                closed.add(task.header.tier)  # Those that have begun are older.
+                continue
             if not any(group.reaches(task) for group in groups):
                 continue  # Others of its tier need not wait for the link to its gateway.
             groups_for = _for_tier(free, groups, task)
-            group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
+            group = self.best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:
                 self.count(group.leader, task.id, task.context_tokens)
                 self.homes.remember(group.binding, task.prefixes)
                 chosen.append((task, group))
                 continue
-            claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
+            claimed = self.best_for(task, [each for each in groups_for if each.could_hold(task)])
             free = [group for group in free if group is not claimed]
             blocked[task.header.tier] += 1
             if blocked[task.header.tier] >= LOOK_AHEAD_TASKS:
@@ -264,7 +270,7 @@ class Loads:
                 break
         return chosen
 
-    def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
+    def best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
         """Return the least loaded group reserved for the task's tier, or else of the rest."""
         reserved = [group for group in groups if task.header.tier < group.reserved_tiers]
         return min(reserved or groups, key=lambda group: self._weight(group, task), default=None)

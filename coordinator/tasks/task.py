@@ -80,6 +80,10 @@ class Task:
     """The highest attempt that the gateway takes no tokens of, by its last submission."""
     losses: int = 0
     """How many ranks were lost while they led it."""
+    displacements: int = 0
+    """How often it has made room for urgent tasks."""
+    is_promoted: bool = False
+    """It was placed for its age, so it makes room for no task."""
     is_charged: bool = False
     """Its tenant's share of the tier has been charged for it."""
 

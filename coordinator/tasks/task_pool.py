@@ -28,7 +28,7 @@ from coordinator.protocol.messages.tasks import (
     TaskReturned,
 )
 from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId, Tier
-from coordinator.tasks.displacement import LOOK_EVERY_MS, displaced
+from coordinator.tasks.displacement import DISPLACED_FOR_MAX, LOOK_EVERY_MS, displaced
 from coordinator.tasks.ended_tasks import EndedTask, EndedTasks
 from coordinator.tasks.placement import OpenGroup, foreign_to
 from coordinator.tasks.shedding import Shedding
@@ -62,11 +62,12 @@ class TaskPool:
     __slots__ = (
         "_arrivals",
         "_carried",
-        "_closed",
         "_deadlines",
         "_displace_due_ms",
         "_ended",
+        "_held",
         "_limits",
+        "_pause_limit_from_ms",
         "_pausing",
         "_shedding",
         "_tasks",
@@ -85,11 +86,13 @@ class TaskPool:
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
         self._shedding = Shedding(limits.queue)
-        self._closed: frozenset[Tier] = frozenset()
-        """Tiers whose queued tasks wait for another layout."""
+        self._held: frozenset[Tier] = frozenset()
+        """Tiers whose tasks do not begin now."""
         self._displace_due_ms = 0
         self._pausing: frozenset[Tier] = frozenset()
         """Tiers whose tasks may be paused for longer than the limit."""
+        self._pause_limit_from_ms = 0
+        """When that ended: the limit counts from then at the earliest."""
         self.context_tokens_max = 0
         """The longest context of any group that the ranks could form; 0 is unknown."""
         self.recovering = True
@@ -104,11 +107,12 @@ class TaskPool:
         self._shedding.bounds = queue
         self._tasks.queue.ageing_ms = ageing_ms
 
-    def alternate(self, *, holds: bool, pauses: bool) -> None:
-        """Place no batch task while it `holds`; leave paused ones alone while it `pauses`."""
-        batch = frozenset({Tier.BATCH})
-        self._closed = batch if holds else frozenset()
-        self._pausing = batch if pauses else frozenset()
+    def alternate(self, now_ms: int, *, holds: bool, pauses: bool) -> None:
+        """Begin no batch task while it `holds`; leave paused ones alone while it `pauses`."""
+        self._held = frozenset({Tier.BATCH} if holds else ())
+        if self._pausing and not pauses:
+            self._pause_limit_from_ms = now_ms
+        self._pausing = frozenset({Tier.BATCH} if pauses else ())
 
     def take_carried(self) -> Counter[Carry]:
         """Return how many tasks each carry plan affected since the last call."""
@@ -299,11 +303,13 @@ class TaskPool:
             if task := self._tasks.get(heappop(self._deadlines)[1]):
                 effects += self._fail(out_of_time(task))
         for shed in self._shedding.overdue(self._tasks, now_ms):
-            effects += self._fail(shed)
+            if self._tasks[shed.task].header.tier not in self._held:
+                effects += self._fail(shed)
         for task in [self._tasks[task_id] for task_id in sorted(self._tasks.paused)]:
             if task.header.tier in self._pausing or task.leader is None:
                 continue
-            if now_ms - task.since_ms >= self._limits.pause_limit_ms:
+            since_ms = max(task.since_ms, self._pause_limit_from_ms)
+            if now_ms - since_ms >= self._limits.pause_limit_ms:
                 effects.append(ToRank(task.leader, GiveBack(task.id)))
                 self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
         for task_id in [task for task, until_ms in self._unclaimed.items() if now_ms >= until_ms]:
@@ -312,21 +318,28 @@ class TaskPool:
 
     def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
         """Give tasks to groups that have room, in order."""
-        tasks, groups = self._tasks, tuple(groups)
+        groups = tuple(groups)
         self._shedding.has_groups = bool(groups)
-        effects = self._displace(groups, now_ms)
-        queue, closed = tasks.queue, self._closed
-        chosen = tasks.loads.choose(groups, queue, tasks.__getitem__, now_ms, closed)
-        return [*effects, *(self._place(task, group, now_ms) for task, group in chosen)]
+        effects = self._choose(groups, now_ms)
+        if self._tasks.queue and now_ms >= self._displace_due_ms:
+            self._displace_due_ms = now_ms + LOOK_EVERY_MS
+            for _ in range(DISPLACED_FOR_MAX):
+                if not (taken := self._displace(groups, now_ms)):
+                    break
+                effects += [*taken, *self._choose(groups, now_ms)]
+        return effects
+
+    def _choose(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:
+        tasks = self._tasks
+        chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms, self._held)
+        return [self._place(task, group, now_ms) for task, group in chosen]
 
     def _displace(self, groups: Sequence[OpenGroup], now_ms: int) -> list[Effect]:
         """Take batch tasks back for an urgent one that waits for room."""
-        if now_ms < self._displace_due_ms:
-            return []
-        self._displace_due_ms = now_ms + LOOK_EVERY_MS
         effects: list[Effect] = []
         for task in displaced(self._tasks, groups, now_ms):
             assert task.leader is not None
+            task.displacements += 1
             effects.append(ToRank(task.leader, GiveBack(task.id)))
             self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
         return effects

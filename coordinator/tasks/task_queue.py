@@ -116,6 +116,7 @@ class TaskQueue:
         tier = task.header.tier
         urgent = any(self.count(other) for other in Tier if other < tier)
         is_promoted = urgent and now_ms - task.arrived_ms >= self.ageing_ms
+        task.is_promoted |= is_promoted
         self._placed_since_promotion = 0 if is_promoted else self._placed_since_promotion + 1
         if task.is_charged:
             return

@@ -250,6 +250,7 @@ class SimCell:
             return
         for task in displaced(self._table, self._open_groups(), self._now_ms):
             assert task.leader is not None
+            task.displacements += 1
             of_task = self._groups[task.leader]
             of_task.drop(self._tasks[task.id], self._now_s)
             if of_task.ends_s is not None:

@@ -14,6 +14,7 @@ from coordinator.model.observation import GroupObservation, Observation, TierObs
 from coordinator.model.policy_settings import TierGoal
 from coordinator.model.step_line import StepLine
 from coordinator.policy.alternation import (
+    CYCLES_MAX,
     FULL,
     GAIN_MIN,
     PHASE_MIN_MS,
@@ -181,6 +182,28 @@ def test_it_ends_where_it_is_not_worth_it_any_more() -> None:
     other = replace(weighed(), decode=DP)
     assert advance(at(DECODE), load(running=FEW), other, LATE_MS).phase is OFF
     assert advance(at(DECODE), load(running=FEW), None, LATE_MS).phase is OFF
+
+
+@pytest.mark.parametrize(
+    ("phase", "given", "then"),
+    [
+        # Answers became so short that requests end as fast as they are read.
+        (PREFILL, load(PP, 0.6, running=30.0, output=8.0), DECODE),
+        # A few answers became so long that the others wait for them.
+        (DECODE, load(used=0.05, running=MANY), OFF),
+    ],
+)
+def test_no_phase_lasts_for_ever(
+    phase: AlternationPhase, given: BatchLoad, then: AlternationPhase
+) -> None:
+    now, until_ms = at(phase), int(CYCLES_MAX * weighed().cycle_s * 1000)
+    assert advance(now, given, weighed(), until_ms - 1).phase is phase
+    assert advance(now, given, weighed(), until_ms + 1).phase is then
+
+
+def test_a_few_long_tasks_that_fill_the_kv_leave_no_room_for_prompts() -> None:
+    full = load(used=0.97, reads=False, running=65.0)
+    assert advance(at(DECODE), full, weighed(), CYCLE_MIN_MS).phase is DECODE
 
 
 @pytest.mark.parametrize("phase", list(AlternationPhase))

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from coordinator.model.events import SettingsChanged
+from coordinator.model.events import SettingsChanged, ToRank
 from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.protocol.messages.rank import GiveBack, RankHello
 from coordinator.protocol.messages.steps import WidthTimes
-from coordinator.protocol.messages.tasks import TaskProgress
-from coordinator.protocol.terms import TaskId, Tier
+from coordinator.protocol.messages.tasks import TaskProgress, TaskReturned
+from coordinator.protocol.terms import ReturnCause, TaskId, Tier
 from coordinator.tasks.task import State
 from tests.harness.coordinator.builders import submit
 from tests.harness.coordinator.policy_cells import wait
@@ -47,8 +47,8 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     return serving(SETTINGS)
 
 
-def serving(settings: PolicySettings) -> Cell:
-    cell = Cell("tp4", policy=PolicyStart(settings, (1, 4), {}))
+def serving(settings: PolicySettings, layout: str = "tp4") -> Cell:
+    cell = Cell(layout, policy=PolicyStart(settings, (1, 4), {}))
     cell.gateway()
     cell.serve()
     return cell
@@ -103,8 +103,7 @@ def test_paused_batch_tasks_are_not_given_back_while_prompts_are_read(cell: Cell
     assert names_of(cell, State.PAUSED)
     cell.take()
     wait(cell, 2 * cell.settings.pause_limit_ms)
-    given_back = [each for each in cell.take() if isinstance(getattr(each, "message", 0), GiveBack)]
-    assert not given_back
+    assert not given_back(cell)
     assert alternation(cell)["phase"] == "prefill"
 
 
@@ -137,26 +136,102 @@ def test_an_interactive_request_ends_it_at_once(cell: Cell) -> None:
     assert "urgent" in names_of(cell, State.PLACED)
 
 
-def test_it_ends_where_it_is_switched_off_while_the_cell_serves(cell: Cell) -> None:
+def given_back(cell: Cell) -> list[str]:
+    """Who was asked back since the last look."""
+    messages = [each.message for each in cell.take() if isinstance(each, ToRank)]
+    return [str(each.task) for each in messages if isinstance(each, GiveBack)]
+
+
+def to_long_prefill(cell: Cell) -> list[str]:
+    """Pause five tasks, and read prompts for longer than a pause may last elsewhere."""
+    place(cell, *NAMES)
+    wait(cell, 1_000)
+    report(cell, paused=True, most=5)
+    wait(cell, 2 * cell.settings.pause_limit_ms)
+    assert alternation(cell)["phase"] == "prefill"
+    cell.take()
+    return names_of(cell, State.PAUSED)
+
+
+def test_paused_tasks_keep_their_kv_when_prompts_are_read(cell: Cell) -> None:
+    paused = to_long_prefill(cell)
+    held = names_of(cell, State.PLACED, State.PAUSED)
+    cell.report(0, progress=[TaskProgress(TaskId(name), 5, name in paused) for name in held])
+    while alternation(cell)["phase"] == "prefill":
+        cell.tick(100)
+    assert not given_back(cell)
+    wait(cell, 2 * cell.settings.pause_limit_ms)
+    assert given_back(cell) == paused, "these ranks never let them go on"
+
+
+def test_paused_tasks_keep_their_kv_when_an_urgent_one_comes(cell: Cell) -> None:
+    to_long_prefill(cell)
+    place(cell, "urgent", tier=Tier.INTERACTIVE)
+    for _ in range(4):
+        cell.tick(100)
+    assert alternation(cell)["phase"] == "off"
+    assert not set(given_back(cell)) & set(names_of(cell, State.PAUSED))
+
+
+def switch_off(cell: Cell) -> None:
+    start = PolicyStart(dataclasses.replace(SETTINGS, alternates=False), (1, 4), {})
+    cell.event(SettingsChanged(dataclasses.replace(cell.settings, policy=start)))
+
+
+def test_switched_off_it_leaves_prompts_for_the_layout_for_decodes(cell: Cell) -> None:
+    to_long_prefill(cell)
+    switch_off(cell)
+    wait(cell, 500)
+    assert target(cell) == "tp4"
+    assert last_switch(cell)["carry"] == "reshard"
+    assert alternation(cell)["phase"] == "off"
+    assert alternation(cell)["reason"] == "policy.alternation is off"
+
+
+def test_switched_off_it_holds_no_batch_task_back(cell: Cell) -> None:
     place(cell, *NAMES)
     wait(cell, 1_000)
     report(cell)
     wait(cell, 2_000)
     assert alternation(cell)["phase"] == "decode"
     cell.core._pool.release(TaskId(names_of(cell, State.PLACED)[0]), is_done=True)
-    start = PolicyStart(dataclasses.replace(SETTINGS, alternates=False), (1, 4), {})
-    cell.event(SettingsChanged(dataclasses.replace(cell.settings, policy=start)))
     queued = names_of(cell, State.QUEUED)
+    switch_off(cell)
     wait(cell, 1_000)
-    assert alternation(cell) | {"seconds": {}} == {
-        "phase": "off",
-        "reason": "policy.alternation is off",
-        "cycles": 1,
-        "seconds": {},
-        "requests": 0,
-        "single_seconds": 0.0,
-    }
-    assert len(names_of(cell, State.QUEUED)) < len(queued), "batch tasks are placed again"
+    assert len(names_of(cell, State.QUEUED)) < len(queued)
+
+
+def test_no_task_is_paused_in_a_layout_that_is_not_of_the_pair(
+    monkeypatch: pytest.MonkeyPatch, cell: Cell
+) -> None:
+    del cell
+    slow = WidthTimes(1, (("dp", curve(2_000, 3)),))
+    plain = ObedientRank.hello
+
+    def hello(rank: ObedientRank, *given: Any, **named: Any) -> RankHello:
+        found = plain(rank, *given, **named)
+        return structs.replace(found, step_times=(slow, *found.step_times))
+
+    monkeypatch.setattr(ObedientRank, "hello", hello)
+    other = serving(SETTINGS, "dp4")
+    place(other, *NAMES)
+    while target(other) == "dp4":
+        other.tick(100)
+    assert last_switch(other)["carry"] == "reshard"
+
+
+def test_tasks_that_have_begun_go_on_while_others_are_held_back(cell: Cell) -> None:
+    place(cell, *NAMES)
+    wait(cell, 1_000)
+    report(cell)
+    wait(cell, 2_000)
+    assert alternation(cell)["phase"] == "decode"
+    begun = TaskId(names_of(cell, State.PLACED)[-1])
+    attempt = cell.core._pool.tasks[begun].attempt
+    cell.report(0, returned=[TaskReturned(begun, attempt, ReturnCause.RECOMPUTE, (1, 2, 3))])
+    wait(cell, 300)
+    assert str(begun) in names_of(cell, State.PLACED)
+    assert names_of(cell, State.QUEUED)
 
 
 def test_a_cell_that_must_not_alternate_does_not(cell: Cell) -> None:

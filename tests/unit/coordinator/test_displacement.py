@@ -4,9 +4,14 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.model.events import Effect, ToRank
+from coordinator.model.settings import QueueBounds
 from coordinator.protocol.messages.rank import GiveBack, Place
 from coordinator.protocol.terms import TaskId, Tier
-from coordinator.tasks.displacement import DISPLACE_AFTER_MS, LOOK_EVERY_MS
+from coordinator.tasks.displacement import (
+    DISPLACE_AFTER_MS,
+    LOOK_AHEAD_TASKS,
+    LOOK_EVERY_MS,
+)
 from coordinator.tasks.placement import OpenGroup
 from coordinator.tasks.task import State
 from coordinator.tasks.task_pool import TaskPool
@@ -111,3 +116,83 @@ def test_looks_are_some_time_apart() -> None:
     tasks.tasks[TaskId("old1")].header = submit("old1", prompt=PROMPT, tier=Tier.BATCH).header
     assert tasks.place(groups, LATE_MS + LOOK_EVERY_MS - 1) == []
     assert names(tasks.place(groups, LATE_MS + LOOK_EVERY_MS), GiveBack) == ["old1"]
+
+
+def served(tasks: TaskPool, groups: list[OpenGroup], now_ms: int) -> list[str]:
+    """Place, and return at once whom the pool asks back; returns these."""
+    effects = tasks.place(groups, now_ms)
+    taken = names(effects, GiveBack)
+    for name in taken:
+        attempt = tasks.tasks[TaskId(name)].attempt
+        tasks.returned(ZERO, returned(TaskId(name), attempt, 7), now_ms)
+    return taken
+
+
+def test_an_aged_batch_task_goes_on_under_steady_urgent_load() -> None:
+    tasks, groups = pool(), [group()]
+    tasks.change_bounds(QueueBounds(1_000), ageing_ms=1_000)
+    tasks.submit(submit("old", prompt=PROMPT, tier=Tier.BATCH), 0)
+    running: dict[str, int] = {}
+    taken: list[str] = []
+    number = 0
+    for now_ms in range(0, 60_000, 20):
+        while tasks.tasks.queue.count(Tier.INTERACTIVE) < 20:
+            tasks.submit(submit(f"i{number}", prompt=PROMPT, tier=Tier.INTERACTIVE), now_ms)
+            number += 1
+        for name in [name for name, until_ms in running.items() if until_ms <= now_ms]:
+            del running[name]
+            tasks.release(TaskId(name), is_done=True)
+        taken += served(tasks, groups, now_ms)
+        placed = [str(each.id) for each in tasks.tasks if each.state is State.PLACED]
+        running = {name: running.get(name, now_ms + 2_000) for name in placed if name != "old"}
+    assert len(taken) < 3, "it has its turn, and keeps it"
+    assert state(tasks, TaskId("old")) is State.PLACED
+
+
+def test_a_task_that_has_made_room_makes_room_last() -> None:
+    """The task of a tenant that has only one is placed before those of others each time."""
+    tasks, groups = pool(), [group()]
+    tasks.change_bounds(QueueBounds(1_000), ageing_ms=10**9)
+    for number in range(20):
+        tasks.submit(submit(f"many{number}", prompt=PROMPT, tier=Tier.BATCH, tenant="a"), 0)
+    tasks.place(groups, 0)
+    tasks.submit(submit("light", prompt=PROMPT, tier=Tier.BATCH, tenant="b"), 1)
+    tasks.release(TaskId("many0"), is_done=True)
+    tasks.place(groups, 10)
+    taken: list[str] = []
+    for turn in range(12):
+        now_ms = 1_000 * (turn + 1)
+        tasks.submit(submit(f"u{turn}", prompt=PROMPT, tier=Tier.INTERACTIVE), now_ms)
+        taken += served(tasks, groups, now_ms + DISPLACE_AFTER_MS)
+        tasks.release(TaskId(f"u{turn}"), is_done=True)
+        tasks.place(groups, now_ms + LATE_MS // 2)
+    assert len(taken) == 12
+    assert taken.count("light") < 6
+
+
+def test_tasks_that_no_group_reaches_hide_no_others() -> None:
+    tasks, _ = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    tasks.change_bounds(QueueBounds(1_000), ageing_ms=10**9)
+    groups = [group(cut_off="tcp://gone")]
+    for number in range(2 * LOOK_AHEAD_TASKS):
+        far = submit(f"f{number}", prompt=PROMPT, tier=Tier.INTERACTIVE, reply_to="tcp://gone")
+        tasks.submit(far, 0)
+    tasks.submit(submit("near", prompt=PROMPT, tier=Tier.INTERACTIVE), 1)
+    tasks.place(groups, LATE_MS)
+    assert state(tasks, TaskId("near")) is State.PLACED
+
+
+def test_no_room_is_made_that_another_would_claim() -> None:
+    tasks, groups = cell(Tier.STANDARD, Tier.BATCH, Tier.STANDARD)
+    tasks.submit(submit("big", prompt=100, tier=Tier.INTERACTIVE), 0)
+    tasks.submit(submit("small", prompt=PROMPT, tier=Tier.INTERACTIVE), 1)
+    assert tasks.place(groups, LATE_MS) == []
+
+
+def test_a_burst_gets_room_by_one_look() -> None:
+    tasks, groups = cell(Tier.BATCH, Tier.BATCH, Tier.BATCH)
+    for name in ("a", "b"):
+        tasks.submit(submit(name, prompt=PROMPT, tier=Tier.INTERACTIVE), 0)
+    effects = tasks.place(groups, LATE_MS)
+    assert names(effects, GiveBack) == ["old2", "old1"]
+    assert names(effects, Place) == ["a", "b"]
