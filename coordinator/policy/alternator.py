@@ -61,7 +61,7 @@ class Alternator:
         self._counted_until_ms: int | None = None
         self._reason = "no batch work alone"
         self._cycles, self._requests, self._single_s = 0, 0, 0.0
-        self._seconds: dict[str, float] = {}
+        self._seconds = dict.fromkeys(("prefill", "decode", SWITCHING), 0.0)
 
     @property
     def phase(self) -> AlternationPhase:
@@ -125,20 +125,19 @@ class Alternator:
             pauses = is_home and now.phase is AlternationPhase.PREFILL
             carry = Carry.PAUSE if pauses else Carry.RESHARD
             return self._verdict(verdict, observation, current, now.layout, carry)
-        is_cut = before.phase is AlternationPhase.PREFILL and before.weighed is not None
-        if is_cut and before.weighed is not None and not observation.pinned_ms:
-            # Urgent tasks decode at once in the layout for that.
-            decode = before.weighed.decode
-            if is_usable(decode):
-                return self._verdict(verdict, observation, current, decode, Carry.RESHARD)
-        return verdict
+        if before.phase is not AlternationPhase.PREFILL or before.weighed is None:
+            return verdict
+        # Urgent tasks decode at once in the layout for that.
+        decode = before.weighed.decode
+        if observation.pinned_ms or not is_usable(decode):
+            return verdict
+        return self._verdict(verdict, observation, current, decode, Carry.RESHARD)
 
     def _count(self, observation: Observation) -> None:
         before_ms, self._counted_until_ms = self._counted_until_ms, observation.time_ms
         if before_ms is not None and self.phase is not AlternationPhase.OFF:
             name = SWITCHING if observation.is_switching else self.phase.value
-            seconds = (observation.time_ms - before_ms) / 1000
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._seconds[name] += (observation.time_ms - before_ms) / 1000
 
     def _load(
         self,

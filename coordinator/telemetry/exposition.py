@@ -34,6 +34,13 @@ CELL_ENGINE: Final = "cell"
 
 PROVIDER: Final = "aileron"
 
+NO_ALTERNATION: Final[View] = {
+    "cycles": 0,
+    "requests": 0,
+    "single_seconds": 0.0,
+    "seconds": dict.fromkeys(("prefill", "decode", "switching"), 0.0),
+}
+
 _GEN_AI: Final = {
     "gen_ai_server_time_to_first_token_seconds": TTFT,
     "gen_ai_server_time_per_output_token_seconds": TPOT,
@@ -91,20 +98,19 @@ def use_metrics(decisions: View) -> Iterator[Metric]:
 
 
 def alternation_metrics(alternation: View | None) -> Iterator[Metric]:
-    """Yield what the alternation of batch work has done; nothing without an adaptive policy."""
-    if alternation is None:
-        return
+    """Yield what the alternation of batch work has done; 0 without an adaptive policy."""
+    found = NO_ALTERNATION if alternation is None else alternation
     done = "Batch requests that ended meanwhile."
     single = "Time that these take in the best single layout, as the policy predicts."
     cycles = "Times that prompts of batch requests were read in a layout for that."
     name = "aileron_alternation"
-    yield CounterMetricFamily(f"{name}_cycles", cycles, value=alternation["cycles"])
-    yield CounterMetricFamily(f"{name}_requests", done, value=alternation["requests"])
-    seconds = alternation["single_seconds"]
+    yield CounterMetricFamily(f"{name}_cycles", cycles, value=found["cycles"])
+    yield CounterMetricFamily(f"{name}_requests", done, value=found["requests"])
+    seconds = found["single_seconds"]
     yield CounterMetricFamily(f"{name}_single_layout_seconds", single, value=seconds)
     text = "Time of an alternation, by phase, and of the switches between them."
     family = CounterMetricFamily(f"{name}_seconds", text, labels=("phase",))
-    for phase, seconds in alternation["seconds"].items():
+    for phase, seconds in found["seconds"].items():
         family.add_metric((phase,), seconds)
     yield family
 

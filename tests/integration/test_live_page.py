@@ -90,8 +90,11 @@ TASKS = {
     "placed": {Tier.INTERACTIVE: 6, Tier.STANDARD: 4, Tier.BATCH: 2},
     "queued": {Tier.INTERACTIVE: 9, Tier.STANDARD: 5, Tier.BATCH: 2},
 }
-PROMPT_TOKENS = 300
-"""Four ranks have the pages of three such prompts each: they are full with the first tasks."""
+PROMPT_TOKENS = {"placed": 300, "queued": 480}
+"""Four ranks have the pages of three of the first prompts each, which fill them.
+
+The batch task of a rank leaves too little for one of the second.
+"""
 
 
 @asynccontextmanager
@@ -194,7 +197,9 @@ async def test_every_curve_is_drawn_in_its_own_colour(tmp_path: Path) -> None:
     assert BROWSER is not None
     tasks = [
         Submit(
-            TaskHeader(TaskId(f"{where}-{tier}-{number}"), "g", "tcp://g", PROMPT_TOKENS, 9, tier),
+            TaskHeader(
+                TaskId(f"{where}-{tier}-{number}"), "g", "tcp://g", PROMPT_TOKENS[where], 9, tier
+            ),
             b"",
         )
         for where, counts in TASKS.items()

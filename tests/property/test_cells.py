@@ -27,7 +27,7 @@ from coordinator.protocol.messages.gateway import (
     Withdraw,
     Withdrawn,
 )
-from coordinator.protocol.messages.rank import Drop, Place, TokenSpan
+from coordinator.protocol.messages.rank import Drop, GiveBack, Place, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded, TaskHeader
 from coordinator.protocol.terms import EndCause, TaskId, Tier
 from coordinator.tasks.task_pool import TaskPool
@@ -35,7 +35,7 @@ from gateway.fleet.rebalancer import Rebalancer, needs_of
 from gateway.fleet.roster import CellRoster
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.token_stream import Trim, Verdict
-from tests.harness.coordinator.pools import ZERO, group
+from tests.harness.coordinator.pools import ZERO, group, returned
 
 NAMES = ("a", "b", "c")
 LENGTH = 6
@@ -68,14 +68,18 @@ class Cell:
         self.pool.context_tokens_max = 160
         self.pool.recovered(0)
 
-    def perform(self, effects: list[Effect]) -> None:
+    def perform(self, effects: list[Effect], now_ms: int = 0) -> None:
         for effect in effects:
             if isinstance(effect, ToGateway) and self.is_open:
                 self.down.append(effect.message)
             elif isinstance(effect, ToRank):
-                self.perform_at_rank(effect.message)
+                self.perform_at_rank(effect.message, now_ms)
 
-    def perform_at_rank(self, message: Any) -> None:
+    def perform_at_rank(self, message: Any, now_ms: int) -> None:
+        if isinstance(message, GiveBack):
+            attempt, tokens = self.running.pop(message.task)
+            self.pool.returned(ZERO, returned(message.task, attempt, *tokens), now_ms)
+            return
         task = message.task if isinstance(message, Drop) else message.header.task
         if isinstance(message, Place):
             self.running[task] = (message.attempt, list(message.generated_tokens))
@@ -141,7 +145,7 @@ class World:
                     cell.perform(cell.pool.release(task, is_done=True))
                 case Withdraw(task):
                     cell.perform(cell.pool.withdraw(task))
-        cell.perform(cell.pool.place([group(blocks=100)], self.now_ms))
+        cell.perform(cell.pool.place([group(blocks=100)], self.now_ms), self.now_ms)
         cell.pool.integrity()
 
     def compute(self, name: str) -> None:

@@ -299,7 +299,8 @@ def test_a_cycle_pauses_what_runs_and_moves_what_was_read() -> None:
     cell.look(batch(90))
     view = cell.alternator.view
     assert view.cycles == 2
-    assert view.seconds == {"prefill": 2 * LATE_MS / 1000, "decode": LATE_MS / 1000}
+    late_s = LATE_MS / 1000
+    assert view.seconds == {"prefill": 2 * late_s, "decode": late_s, SWITCHING: 0.0}
 
 
 def test_an_urgent_request_among_prompts_goes_at_once_to_the_layout_for_decodes() -> None:
@@ -329,7 +330,7 @@ def test_the_time_of_its_switches_and_what_one_layout_would_take_are_counted() -
     cell.alternator.on_end(Tier.BATCH)
     cell.alternator.on_end(Tier.STANDARD)
     view = cell.alternator.view
-    assert view.seconds == {SWITCHING: 0.2}
+    assert view.seconds == {"prefill": 0.0, "decode": 0.0, SWITCHING: 0.2}
     assert view.requests == 1
     assert view.single_s == pytest.approx(weighed().single_s, rel=0.1)
     assert view.reason.startswith("prompts in pp4")
