@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from comm_pool.mixed import Staged
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.protocol.engine_options import (
     GivenOption,
@@ -177,9 +178,7 @@ def _set_ranks(options: argparse.Namespace, given: Sequence[GivenOption]) -> Non
             USAGE_STATUS,
         )
     if options.layout is None:
-        name = f"tp{width}" if stages == 1 else f"pp{stages}"
-        if stages > 1 and stages < width:
-            name += f"tp{width // stages}"
+        name = f"tp{width}" if stages == 1 else str(Staged(stages, tensor or 1))
         options.layout = f"dp{groups}" if width == 1 else "+".join([name] * groups)
 
 

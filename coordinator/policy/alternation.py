@@ -15,6 +15,7 @@ from enum import StrEnum
 from comm_pool.layout import Layout, format_layout
 from coordinator.model.cost_model import CostModel, GroupCost
 from coordinator.policy.predict import Demand
+from coordinator.tasks.placement import BATCH_RESERVE_DIVISOR
 
 SHARES = (0.25, 0.5, 0.75, 0.95)
 """The shares of its tasks that a cell may replace in a cycle; the best one is taken."""
@@ -31,8 +32,8 @@ PHASE_MIN_MS = 1_000
 CYCLES_MAX = 3.0
 """Most time of a phase, in predicted cycles: then the work is another by now."""
 
-BATCH_PLACES = 7 / 8
-"""The share of a group's places that batch tasks may have; see `placement`."""
+BATCH_PLACES = 1 - 1 / BATCH_RESERVE_DIVISOR
+"""The share of a group's places that batch tasks may have."""
 
 Known = tuple[Layout, list[GroupCost]]
 
@@ -221,9 +222,9 @@ def advance(
         is_over = is_full or _is_overdue(now, now_ms)
         return _begin(now, AlternationPhase.DECODE, now_ms) if is_over else now
     may_begin = load.may_switch and _is_due(now, load, now_ms)
-    if now.phase is AlternationPhase.DECODE and _is_overdue(now, now_ms):
-        return off
     if now.phase is AlternationPhase.DECODE:
+        if _is_overdue(now, now_ms):
+            return off
         if not _has_room(load, now.weighed) or not (may_begin or load.demand.running < 1):
             return now
         if weighed is None or now.weighed is None or weighed.decode != now.weighed.decode:

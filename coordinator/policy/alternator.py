@@ -3,7 +3,7 @@
 Pure: the clock is that of the observations. `controller` calls this module.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from comm_pool.layout import Layout, format_layout
@@ -23,6 +23,9 @@ from coordinator.protocol.terms import Carry, Tier
 
 SWITCHING = "switching"
 """Name of the time in which a switch of the alternation is under way."""
+
+TIMED = (AlternationPhase.PREFILL.value, AlternationPhase.DECODE.value, SWITCHING)
+"""What times are counted for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Alternator:
         self._counted_until_ms: int | None = None
         self._reason = "no batch work alone"
         self._cycles, self._requests, self._single_s = 0, 0, 0.0
-        self._seconds = dict.fromkeys(("prefill", "decode", SWITCHING), 0.0)
+        self._seconds = dict.fromkeys(TIMED, 0.0)
 
     @property
     def phase(self) -> AlternationPhase:
@@ -91,15 +94,14 @@ class Alternator:
         observation: Observation,
         current: Layout,
         verdict: Verdict,
-        layouts: Iterable[Layout],
         costs: CostModel,
         switches_max: int,
         is_usable: Callable[[Layout], bool],
     ) -> Verdict:
         """Return the verdict, or that of the alternation in its place.
 
-        `verdict` is the policy's for the `current` layout. Layouts that are not usable are left
-        out; at most `switches_max` switches of the policy are made in a minute.
+        `verdict` is the policy's for the `current` layout, with its candidates. Layouts that are
+        not usable are left out; at most `switches_max` switches of the policy are made in a minute.
         """
         self._count(observation)
         before, now_ms = self._now, observation.time_ms
@@ -114,6 +116,7 @@ class Alternator:
         weighed = None
         if load is not None and load.demand.unstarted >= 1:
             longest = max((tier.longest_tokens for tier in observation.tiers), default=0)
+            layouts = dict.fromkeys(each.arrangement.layout for each in verdict.candidates)
             usable = [each for each in layouts if is_usable(each)]
             weighed = weigh(load.demand, usable, costs, longest, load.cycle_min_ms / 1000)
         self._now = now = advance(before, load, weighed, now_ms)

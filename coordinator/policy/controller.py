@@ -152,13 +152,13 @@ class PolicyController:
         observation = self._observe(switcher, roster, tasks, now_ms)
         settings = self._start.settings
         decided, state = decide(observation, current, space, costs, settings, self._state)
-        layouts, switches_max = space.layouts(current), settings.switches_per_minute_max
+        switches_max = settings.switches_per_minute_max
 
         def is_usable(layout: Layout) -> bool:
             return why_unreachable(layout, roster, switcher.alive) is None
 
         verdict = self._alternator.look(
-            observation, current, decided, layouts, costs, switches_max, is_usable
+            observation, current, decided, costs, switches_max, is_usable
         )
         if verdict is decided:
             self._state = state

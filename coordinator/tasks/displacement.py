@@ -32,8 +32,6 @@ def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> lis
 
     Tasks that were placed for their age make no room, and one that has made room does so last.
     """
-    if not any(tasks.queue.count(tier) for tier in Tier if tier is not Tier.BATCH):
-        return []
     passed, open_groups = 0, list(groups)
     for urgent in map(tasks.__getitem__, tasks.queue.in_order(now_ms, {Tier.BATCH})):
         if urgent.header.tier is Tier.BATCH or not any(each.reaches(urgent) for each in groups):

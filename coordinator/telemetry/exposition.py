@@ -16,6 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from coordinator.policy.alternator import TIMED
 from coordinator.protocol.metrics_wire import (
     DURATION,
     TPOT,
@@ -38,7 +39,7 @@ NO_ALTERNATION: Final[View] = {
     "cycles": 0,
     "requests": 0,
     "single_seconds": 0.0,
-    "seconds": dict.fromkeys(("prefill", "decode", "switching"), 0.0),
+    "seconds": dict.fromkeys(TIMED, 0.0),
 }
 
 _GEN_AI: Final = {

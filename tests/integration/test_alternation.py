@@ -19,7 +19,7 @@ STEP_TIMES = """
 tp2: {points: [[1, 20.0], [2048, 640.0]]}
 pp2: {points: [[1, 38.0], [2048, 140.0]]}
 """
-"""Milliseconds of ranks with slow memory behind a slow link, for the policy; these here differ."""
+"""Milliseconds of ranks with slow memory and a slow link, for the policy; these here differ."""
 POLICY: dict[str, Any] = {
     "name": "adaptive",
     "decide_every_ms": 100,

@@ -1,6 +1,6 @@
 """Simulated batch work on drawn devices: alternation wins, or is refused where it would lose.
 
-The decisions are the product's; groups are modelled by the step times that it is told.
+The decisions are the product's; groups are modelled by the step times that the policy has.
 """
 
 import random
@@ -92,7 +92,7 @@ def test_it_wins_or_stays_off(seed: int) -> None:
     assert view is not None
     if weighed.gain > 2 * GAIN_MIN:
         assert view.cycles > 2
-        assert best_s / took_s - 1 > weighed.gain / 2, "about what was predicted"
+        assert best_s / took_s - 1 > weighed.gain / 2, "the prediction is about right"
     elif weighed.gain < 0:
         assert view.cycles <= 1, "none but before the length of answers is known"
 

@@ -351,10 +351,9 @@ class SimCell:
         )
         verdict = decided
         if self._alternator is not None:
-            layouts = self._space.layouts(current)
             switches_max = self._settings.switches_per_minute_max
             verdict = self._alternator.look(
-                observation, current, decided, layouts, self._costs, switches_max, lambda _: True
+                observation, current, decided, self._costs, switches_max, lambda _: True
             )
         if verdict is decided:
             self._state = state

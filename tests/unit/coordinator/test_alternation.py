@@ -26,9 +26,11 @@ from coordinator.policy.alternation import (
     weigh,
 )
 from coordinator.policy.alternator import SWITCHING, Alternator
-from coordinator.policy.decide import Verdict, standing
+from coordinator.policy.candidates import Arrangement
+from coordinator.policy.decide import ScoredCandidate, Verdict, standing
 from coordinator.policy.demand import demands_of
 from coordinator.policy.predict import Demand
+from coordinator.policy.score import Score
 from coordinator.protocol.terms import Carry, Tier
 from tests.harness.coordinator.policy import SETTINGS, observation, tier
 
@@ -47,7 +49,7 @@ def cost(base_s: float, token_s: float, stages: int = 1) -> GroupCost:
 SLOW = CostModel(
     {"tp4": cost(0.080, 3e-4), "pp4": cost(0.302, 1e-4, 4)}, SwitchCost(0.1, 160_000, 10e9)
 )
-"""Slow memory behind a slow link: tp decodes faster, stages read prompts faster."""
+"""Slow memory and a slow link: tp decodes faster, stages read prompts faster."""
 
 
 def demand(prompt: int = 3_000, output: float = 256.0, **more: Any) -> Demand:
@@ -249,6 +251,11 @@ def test_no_task_is_ever_paused_where_it_cannot_go_on(
 # ---------------------------------------------------------------------- verdicts
 
 
+CANDIDATES = tuple(
+    ScoredCandidate(Arrangement(each), Score(0.0, 0.0, 1.0, 0.0), 0.0, 0.0) for each in LAYOUTS
+)
+
+
 class Cell:
     """Looks at observations as the policy's controller does."""
 
@@ -261,10 +268,9 @@ class Cell:
         group = GroupObservation(self.layout.groups[0].name, 0, blocks_free=70, blocks_total=100)
         seen = _changed(seen, time_ms=self.now_ms, groups=(group,), **more)
         demands = tuple(demands_of(seen, SETTINGS))
-        own = Verdict(standing(seen, self.layout), "own", changes=False, demands=demands)
-        found = self.alternator.look(
-            seen, self.layout, own, LAYOUTS, SLOW, 12, self.usable.__contains__
-        )
+        here = standing(seen, self.layout)
+        own = Verdict(here, "own", changes=False, candidates=CANDIDATES, demands=demands)
+        found = self.alternator.look(seen, self.layout, own, SLOW, 12, self.usable.__contains__)
         self.layout = found.choice.layout
         return found
 

@@ -1,4 +1,4 @@
-"""Alternation of batch work within the core: what is switched, held back, paused and told."""
+"""Alternation of batch work within the core: what is switched, held back, paused and reported."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ def curve(base_ms: float, token_ms: float) -> tuple[tuple[int, int], ...]:
 
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
-    """Four ranks with slow memory behind a slow link, and 14 places for batch tasks."""
+    """Four ranks with slow memory and a slow link, and 14 places for batch tasks."""
     wide = WidthTimes(4, (("tp", curve(80, 0.3)), ("pp4", curve(75, 0.1))))
     plain = ObedientRank.hello
 
@@ -87,6 +87,15 @@ def alternation(cell: Cell) -> dict[str, Any]:
 NAMES = [f"t{number:02}" for number in range(40)]
 
 
+def to_decodes(cell: Cell) -> None:
+    """Let all tasks that a group has taken have their first token."""
+    place(cell, *NAMES)
+    wait(cell, 1_000)
+    report(cell)
+    wait(cell, 2_000)
+    assert alternation(cell)["phase"] == "decode"
+
+
 def test_prompts_are_read_in_stages_while_what_runs_is_paused(cell: Cell) -> None:
     place(cell, *NAMES)
     wait(cell, 2_000)
@@ -108,13 +117,9 @@ def test_paused_batch_tasks_are_not_given_back_while_prompts_are_read(cell: Cell
 
 
 def test_queued_batch_tasks_wait_while_others_decode(cell: Cell) -> None:
-    place(cell, *NAMES)
-    wait(cell, 1_000)
-    report(cell)
-    wait(cell, 2_000)
+    to_decodes(cell)
     assert target(cell) == "tp4", "the cell holds as many tasks as it can"
     assert last_switch(cell)["carry"] == "reshard"
-    assert alternation(cell)["phase"] == "decode"
     queued = names_of(cell, State.QUEUED)
     assert queued
     for name in (held := names_of(cell, State.PLACED))[:2]:
@@ -189,11 +194,7 @@ def test_switched_off_it_leaves_prompts_for_the_layout_for_decodes(cell: Cell) -
 
 
 def test_switched_off_it_holds_no_batch_task_back(cell: Cell) -> None:
-    place(cell, *NAMES)
-    wait(cell, 1_000)
-    report(cell)
-    wait(cell, 2_000)
-    assert alternation(cell)["phase"] == "decode"
+    to_decodes(cell)
     cell.core._pool.release(TaskId(names_of(cell, State.PLACED)[0]), is_done=True)
     queued = names_of(cell, State.QUEUED)
     switch_off(cell)
@@ -221,11 +222,7 @@ def test_no_task_is_paused_in_a_layout_that_is_not_of_the_pair(
 
 
 def test_tasks_that_have_begun_go_on_while_others_are_held_back(cell: Cell) -> None:
-    place(cell, *NAMES)
-    wait(cell, 1_000)
-    report(cell)
-    wait(cell, 2_000)
-    assert alternation(cell)["phase"] == "decode"
+    to_decodes(cell)
     begun = TaskId(names_of(cell, State.PLACED)[-1])
     attempt = cell.core._pool.tasks[begun].attempt
     cell.report(0, returned=[TaskReturned(begun, attempt, ReturnCause.RECOMPUTE, (1, 2, 3))])

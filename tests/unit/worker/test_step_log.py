@@ -51,9 +51,9 @@ def test_a_step_of_a_pipeline_group_counts_with_the_time_of_one_stage(stages: in
         log.ended(Plan(0), stages, now, now)
     for turn in range(1, 11):
         log.ended(plan, stages, 0, 2_000 * MS + turn * stage_ns)
-    (told,) = log.take()
-    assert (told.mode, told.width) == (Mode.PP, stages)
-    assert told.sums.y / told.sums.n == pytest.approx(0.010)
+    (served,) = log.take()
+    assert (served.mode, served.width) == (Mode.PP, stages)
+    assert served.sums.y / served.sums.n == pytest.approx(0.010)
     assert log.usual_s(plan, stages) == pytest.approx(0.010, rel=0.1)
 
 
