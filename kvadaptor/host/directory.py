@@ -13,10 +13,6 @@ process may end at any instruction. Invariants:
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import (
@@ -36,11 +32,7 @@ WRITE_LIMIT_S = 60.0
 _GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
 _PINS_MAX = 255
 _TAGS = 255
-
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
-Numbers = npt.NDArray[np.int64]
-Generation = TypeVar("Generation", int, Words)
+_NO_SHARES = bytes(SHARES_MAX)
 
 
 class HostDirectory:
@@ -74,18 +66,9 @@ class HostDirectory:
         self._own = layout.pages_of(rank)
         self._entries = [layout.entry_word(page) for page in range(layout.pages)]
         self._pins_at = at = layout.pins_at(rank)
-        whole = np.frombuffer(memory, np.uint8, layout.data_at)
-        self._whole: Bytes = whole
-        first = WORD_BYTES * self._entries[self._own.start]
-        own = whole[first : first + WORD_BYTES * ENTRY_WORDS * layout.pages_per_rank]
-        self._table: Words = own.view(np.uint64).reshape(-1, ENTRY_WORDS)
-        """The entries of the rank's own pages."""
-        first = WORD_BYTES * layout.journal_word(rank, 0)
-        self._changes: Words = whole[first : first + WORD_BYTES * JOURNAL_WORDS].view(np.uint64)
-        """The rank's journal."""
-        pins = whole[layout.pins_at(0) : layout.pins_at(layout.ranks)]
-        self._pins: Bytes = pins.reshape(layout.ranks, layout.pages)
-        """How often each rank has pinned each page."""
+        self._journal_at = layout.journal_word(rank, 0)
+        self._pins = [layout.pins_at(each) for each in range(layout.ranks)]
+        """Where each rank counts how often it has pinned each page."""
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
         self._adopt(now_s)
@@ -167,18 +150,18 @@ class HostDirectory:
         pages = self._free_pages(len(keys), now_s)
         if not pages:
             return pages
-        padded = [_padded(key) for key in keys[: len(pages)]]
-        numbers, table = self._numbers(pages), self._table
-        table[numbers, _SHARES] = shares
-        table[numbers, _HASH:_COMPLETE] = np.frombuffer(b"".join(padded), np.uint64).reshape(
-            len(pages), -1
-        )
-        table[numbers, _COMPLETE:] = 0
-        with FENCE:
-            table[numbers, _GENERATION] += np.uint64(1)
-        for page, key in zip(pages, padded, strict=True):
+        words, memory = self._words, self._bytes
+        places = [self._entries[page] for page in pages]
+        for page, word, key in zip(pages, places, keys, strict=False):
+            padded = _padded(key)
+            words[word + _SHARES] = shares
+            first = WORD_BYTES * (word + _HASH)
+            memory[first : first + HASH_BYTES + SHARES_MAX] = padded + _NO_SHARES
             self._pending[page] = now_s
-            self._enter(page, key)
+            self._enter(page, padded)
+        with FENCE:
+            for word in places:
+                words[word + _GENERATION] += 1
         self._journal(pages)
         return pages
 
@@ -192,8 +175,8 @@ class HostDirectory:
 
     def tags(self, pages: Sequence[int]) -> list[int]:
         """Return the tags with which members mark their shares of the rank's own pages."""
-        tags: list[int] = _tag(self._table[self._numbers(pages), _GENERATION]).tolist()
-        return tags
+        words, entries = self._words, self._entries
+        return [_tag(words[entries[page] + _GENERATION]) for page in pages]
 
     def is_written(self, page: int, tag: int) -> bool:
         """Return whether all members have marked their shares of a page with this tag.
@@ -205,8 +188,10 @@ class HostDirectory:
 
     def complete(self, pages: Sequence[int], share: int, tags: Sequence[int]) -> None:
         """Mark that share `share` of these pages, of any ranks, is written."""
+        memory = self._bytes
         with FENCE:
-            self._whole[[self._complete_at(page) + share for page in pages]] = tags
+            for page, tag in zip(pages, tags, strict=True):
+                memory[self._complete_at(page) + share] = tag
 
     def settle(self) -> None:
         """Count the pages of the rank's own that have become complete as used."""
@@ -247,6 +232,8 @@ class HostDirectory:
 
     def _free_pages(self, count: int, now_s: float) -> list[int]:
         """Take this many pages of the rank's own, or fewer; their generations are then odd."""
+        if len(self._pending) >= _PENDING_MAX:
+            self.settle()
         taken = self._evict(self._free, count)
         if now_s - next(iter(self._pending.values()), now_s) > WRITE_LIMIT_S:
             self._give_up_late(now_s)
@@ -280,21 +267,16 @@ class HostDirectory:
 
     def _take(self, pages: Sequence[int]) -> list[int]:
         """Make the generations of these pages odd; return those that nobody has pinned."""
-        numbers = self._numbers(pages)
-        generations = self._table[numbers, _GENERATION]
-        self._table[numbers, _GENERATION] = generations + np.uint64(1)
+        words, memory, entries = self._words, self._bytes, self._entries
+        for page in pages:
+            words[entries[page] + _GENERATION] += 1
         with FENCE:
             pass
-        is_pinned: npt.NDArray[np.bool_] = np.any(self._pins[:, pages], axis=0)
-        if not is_pinned.any():
-            return list(pages)
-        # A reader that looked meanwhile finds an odd generation and looks elsewhere.
-        self._table[numbers[is_pinned], _GENERATION] = generations[is_pinned]
-        return [pages[number] for number in np.flatnonzero(~is_pinned).tolist()]
-
-    def _numbers(self, pages: Sequence[int]) -> Numbers:
-        """Return the rows of the rank's own pages in `_table`."""
-        return np.array(pages, np.int64) - self._own.start
+        pinned = {page for first in self._pins for page in pages if memory[first + page]}
+        for page in pinned:
+            # A reader that looked meanwhile finds an odd generation and looks elsewhere.
+            words[entries[page] + _GENERATION] -= 1
+        return [page for page in pages if page not in pinned] if pinned else list(pages)
 
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
@@ -318,7 +300,8 @@ class HostDirectory:
         word = self.layout.count_word(self.rank)
         for first in range(0, len(pages), JOURNAL_AT_ONCE):
             part, count = pages[first : first + JOURNAL_AT_ONCE], self._words[word]
-            self._changes[(count + np.arange(len(part))) % JOURNAL_WORDS] = part
+            for number, page in enumerate(part, count):
+                self._words[self._journal_at + number % JOURNAL_WORDS] = page
             with FENCE:
                 self._words[word] = count + len(part)
 
@@ -377,14 +360,17 @@ class HostDirectory:
         return WORD_BYTES * (self._entries[page] + _COMPLETE)
 
 
+_PENDING_MAX = 64
+"""Incomplete pages, as far as is known, before an allocation looks at all of them again."""
+
 _TRIES = 64
 """Pages that an allocation tries to evict; readers pin only what they load in one step."""
 
 assert ENTRY_WORDS * WORD_BYTES == WORD_BYTES * _COMPLETE + SHARES_MAX
 
 
-def _tag(generation: Generation) -> Generation:
-    """Return the completeness tag of an even generation, or of each of several; never 0."""
+def _tag(generation: int) -> int:
+    """Return the completeness tag of an even generation; never 0."""
     return generation // 2 % _TAGS + 1
 
 

@@ -138,15 +138,13 @@ class DeviceBoxCopier:
         self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int, *, waits: bool = True
     ) -> StreamCopying:
         """See `BoxCopier`; raises `HostCopyError`."""
-        boxes = np.zeros(sources.addresses.size, BOX_FIELDS)
-        for name, side in (("source", sources), ("target", targets)):
-            boxes[f"{name}_kind"] = _POINTER
-            boxes[f"{name}_address"] = side.addresses
-            boxes[f"{name}_pitch"], boxes[f"{name}_height"] = side.pitch, side.height
-            boxes[f"{name}_place"] = _ON_DEVICE if side.on_device else _ON_HOST
-            boxes[f"{name}_device"] = (self._device.index or 0) if side.on_device else 0
-        boxes["run"], boxes["rows"], boxes["layers"] = run_bytes, 1, layers
-        boxes["order"] = _STREAM_ORDER
+        boxes = np.empty(sources.addresses.size, BOX_FIELDS)
+        boxes[:] = (
+            *self._fields_of(sources),
+            *self._fields_of(targets),
+            *(run_bytes, 1, layers, _STREAM_ORDER, 0),
+        )
+        boxes["source_address"], boxes["target_address"] = sources.addresses, targets.addresses
         if waits:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         failed = ctypes.c_size_t()
@@ -163,6 +161,12 @@ class DeviceBoxCopier:
         event = torch.cuda.Event()
         event.record(self._stream)
         return StreamCopying(event, self._device)
+
+    def _fields_of(self, side: Boxes) -> tuple[int, ...]:
+        """Return the fields of one side of all boxes, without their addresses."""
+        place = _ON_DEVICE if side.on_device else _ON_HOST
+        device = (self._device.index or 0) if side.on_device else 0
+        return (_POINTER, 0, 0, side.pitch, side.height, place, device)
 
 
 def make_box_copier(device: torch.device, priority: int = 0) -> BoxCopier:

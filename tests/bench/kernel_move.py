@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry, Split
+from kvadaptor.transfer.host_mover import connect
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
 from kvadaptor.transfer.peers import allocate, map_peers
 from kvadaptor.transfer.rounds import Mover, Round
@@ -104,6 +105,11 @@ def movers(world: World, raw: Any, geometry: PageGeometry) -> Iterator[tuple[str
             mover = PeerMover(world.rank, mapped.memory, geometry, copier=copier)
             how_many = programs if programs < 1 << 20 else "as many as tiles"
             yield f"peer, tiles of {tile_words // 64} KiB, programs: {how_many}", mover
+    through_host, refusal = connect(raw, geometry, world.cpu_group)
+    if through_host is None:
+        print("no HostMover:", refusal, flush=True)
+    else:
+        yield "host", through_host
     yield "exchange", ExchangeMover(raw, geometry, world.device_group)
 
 

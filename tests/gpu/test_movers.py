@@ -26,5 +26,5 @@ def test_all_ranks_move_at_once_either_way() -> None:
 def test_nothing_grows_over_moves() -> None:
     for answer in run_ranks(ranks(), move_often, 200, device="cuda", limit_s=150):
         (files, regions), (files_after, regions_after) = answer["before"], answer["after"]
-        assert files_after == files
+        assert files_after <= files
         assert regions_after <= regions + 8  # the C library takes some for itself

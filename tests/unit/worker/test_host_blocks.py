@@ -59,8 +59,8 @@ class Scheduler:
     block_size: int = SIZE
     max_num_scheduled_tokens: int = 64
 
-    def _blocks_of(self, request_id: str) -> list[int]:
-        return [100 + number for number in range(20)]
+    def _blocks_of(self, request_id: str, first: int = 0, last: int | None = None) -> list[int]:
+        return [100 + number for number in range(20)][first:last]
 
 
 class Group:

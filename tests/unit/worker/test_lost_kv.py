@@ -183,7 +183,7 @@ class Tasks:
     requests: dict[str, Any] = {}  # noqa: RUF012
     block_size = 2
 
-    def _blocks_of(self, request_id: str) -> list[int]:
+    def _blocks_of(self, request_id: str, first: int = 0, last: int | None = None) -> list[int]:
         return []
 
 

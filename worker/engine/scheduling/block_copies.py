@@ -50,7 +50,7 @@ class LedTaskView(Protocol):
     block_size: int
     max_num_scheduled_tokens: int
 
-    def _blocks_of(self, request_id: str) -> list[int]: ...
+    def _blocks_of(self, request_id: str, first: int = 0, last: int | None = None) -> list[int]: ...
 
 
 class BlockSource(Protocol):
@@ -92,7 +92,7 @@ class BlockStores(Protocol):
         tokens: dict[str, int],
         begun: Container[str],
         now_s: float,
-        written: Callable[[], Iterable[int]],
+        written: Callable[[], set[int]],
     ) -> None:
         """Let a step, which computes these tokens of its tasks, store what they fill.
 

@@ -11,9 +11,10 @@ index in the scheduler's process: neither another width nor another process coul
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -299,13 +300,8 @@ def _begun(output: SchedulerOutput) -> set[str]:
     return new | output.scheduled_cached_reqs.resumed_req_ids
 
 
-def _written(output: SchedulerOutput, step: BlockCopies) -> Iterator[int]:
-    """Yield the blocks that a step gives to tasks, and those that it loads."""
-    for new in output.scheduled_new_reqs:
-        for blocks in new.block_ids:
-            yield from blocks
-    for more in output.scheduled_cached_reqs.new_block_ids:
-        for blocks in more or ():
-            yield from blocks
-    yield from step.load_blocks
-    yield from step.ahead_blocks
+def _written(output: SchedulerOutput, step: BlockCopies) -> set[int]:
+    """Return the blocks that a step gives to tasks, and those that it loads."""
+    given = [each.block_ids for each in output.scheduled_new_reqs]
+    given += filter(None, output.scheduled_cached_reqs.new_block_ids)
+    return {*step.load_blocks, *step.ahead_blocks}.union(*chain.from_iterable(given))

@@ -136,7 +136,7 @@ class HostBlocks:
         tokens: dict[str, int],
         begun: Container[str],
         now_s: float,
-        written: Callable[[], Iterable[int]],
+        written: Callable[[], set[int]],
     ) -> None:
         """Let a step, which computes these tokens of its tasks, store what they fill.
 
@@ -144,7 +144,6 @@ class HostBlocks:
         steps, this one stores what the steps before it have filled. Tasks that have `begun` with it
         wait for the next one: vLLM lets them hit blocks that others fill in this very step.
         """
-        self._directory.settle()
         is_aside = self._rules.is_aside
         if not self._is_ready:
             self._last.clear()
@@ -186,7 +185,7 @@ class HostBlocks:
         if full <= first:
             return ()
         self._stored[name] = full
-        blocks = self._scheduler._blocks_of(name)[first:full]
+        blocks = self._scheduler._blocks_of(name, first, full)
         return zip(repeat(name), request.block_hashes[first:full], blocks)
 
     def _full(self, request: Request, computed: int) -> int:
@@ -210,7 +209,7 @@ class HostBlocks:
             if name is not None:
                 self._use(name, [page])
 
-    def _guard(self, step: BlockCopies, written: Callable[[], Iterable[int]]) -> None:
+    def _guard(self, step: BlockCopies, written: Callable[[], set[int]]) -> None:
         """Let a step that writes to a block wait until all members have stored it."""
         orders, directory = self._orders, self._directory
         if step.store_pages:
@@ -221,7 +220,7 @@ class HostBlocks:
             orders.popleft()
         if not orders and not self._last:
             return
-        gets = set(written())
+        gets = written()
         self._last = [each for each in self._last if each[1] not in gets]
         is_free = all(gets.isdisjoint(order.blocks) for order in orders)
         if not is_free or len(orders) > ORDERS_MAX:
@@ -243,8 +242,8 @@ class HostBlocks:
         self._due.pop(name, None)
         if self._rules.is_aside:
             full = self._full(request, request.num_computed_tokens)
-            blocks, keys = self._scheduler._blocks_of(name), request.block_hashes[first:full]
-            self._last += zip(keys, blocks[first:full], strict=True)
+            blocks = self._scheduler._blocks_of(name, first, full)
+            self._last += zip(request.block_hashes[first:full], blocks, strict=True)
 
     def forget_ended(self) -> None:
         """Forget what ended tasks have filled last: others may write to their blocks now."""

@@ -456,8 +456,9 @@ class ModeScheduler(Scheduler):
             if named[np.array(self._blocks_of(request_id)) // slots].any()
         ]
 
-    def _blocks_of(self, request_id: str) -> list[int]:
-        return [block.block_id for block in self._manager.req_to_blocks.get(request_id, ())]
+    def _blocks_of(self, request_id: str, first: int = 0, last: int | None = None) -> list[int]:
+        blocks = self._manager.req_to_blocks.get(request_id, ())
+        return [block.block_id for block in blocks[first:last]]
 
     def not_holding(self) -> list[str]:
         """Return tasks that hold no KV: waiting, or preempted by vLLM."""
