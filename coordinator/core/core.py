@@ -89,6 +89,7 @@ class Core:
         "_coordinator_id",
         "_decisions",
         "_gateways",
+        "_is_context_known",
         "_pool",
         "_publisher",
         "_restoring",
@@ -128,11 +129,16 @@ class Core:
         self._publisher = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives sent last."""
+        self._is_context_known = True
         parts = self._roster, self._switcher, self._pool, self._decisions, self._steering
         self.views = CoreViews(settings, *parts)
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
-        """Return the effects of an event."""
+        """Return all effects of an event."""
+        return [*self.decide(event, now_ms), *self.publish(event, now_ms)]
+
+    def decide(self, event: Event, now_ms: int) -> list[Effect]:
+        """Return the effects of an event that ranks may wait for; `publish` gives the rest."""
         match event:
             case RankOpened(hello):
                 self._answers.opened(hello.rank)
@@ -379,8 +385,8 @@ class Core:
         effects += self._adopt(now_ms)
         if self._switcher.version != self._version:
             self._version = self._switcher.version
-            directives = self._answers.directives(self._roster, now_ms)
-            effects += [*self._refresh_context(), *directives]
+            effects += self._answers.directives(self._roster, now_ms)
+            self._is_context_known = False
         elif isinstance(event, RankReported):
             effects += self._answers.answer(event.rank, now_ms)
         if self._pool.recovering and not self._switcher.recovering:
@@ -391,6 +397,12 @@ class Core:
             self._switcher.log.count(carry, count)
         if self._pool.tasks.queue:
             effects += self._place(now_ms)
+        return effects
+
+    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+        """Return what else follows from the event decided last: news, records, refused tasks."""
+        effects = [] if self._is_context_known else self._refresh_context()
+        self._is_context_known = True
         effects += self._publish_status(is_tick=isinstance(event, Tick))
         for record in self._switcher.log.take_finished():
             effects.append(SwitchRecorded(record))

@@ -57,8 +57,11 @@ class Watcher(Protocol):
 class Decider(Protocol):
     """The part of the core that the actor needs."""
 
-    def handle(self, event: Event, now_ms: int) -> list[Effect]:
-        """Return the effects of `event`."""
+    def decide(self, event: Event, now_ms: int) -> list[Effect]:
+        """Return the effects of `event` that ranks may wait for."""
+
+    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+        """Return the rest of its effects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class CoreActor:
             while True:
                 posted = await self._inbox.get()
                 if posted.admit():
-                    self._handle(posted.event, self._clock())
+                    await self._handle(posted.event, self._clock())
                 if posted.handled is not None and not posted.handled.done():
                     posted.handled.set_result(None)
         finally:
@@ -118,14 +121,19 @@ class CoreActor:
             await asyncio.sleep(self._tick_s)
             await self.post(Tick())
 
-    def _handle(self, event: Event, now_ms: int) -> None:
-        effects = self._core.handle(event, now_ms)
+    async def _handle(self, event: Event, now_ms: int) -> None:
+        decided = self._core.decide(event, now_ms)
+        for effect in decided:
+            self._perform(effect)
+        if any(isinstance(effect, ToRank) for effect in decided):
+            await asyncio.sleep(0)  # Sessions write what ranks wait for; the rest takes as long.
+        published = self._core.publish(event, now_ms)
+        for effect in published:
+            self._perform(effect)
         for watcher in self.watchers:
             watcher.saw_event(event, now_ms)
-        for effect in effects:
-            for watcher in self.watchers:
+            for effect in (*decided, *published):
                 watcher.saw_effect(effect, now_ms)
-            self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -55,7 +55,10 @@ class EchoCore:
     def __init__(self) -> None:
         self.heard: list[Event] = []
 
-    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+        return []
+
+    def decide(self, event: Event, now_ms: int) -> list[Effect]:
         if isinstance(event, Tick):
             return []
         self.heard.append(event)
@@ -359,8 +362,8 @@ async def test_sessions_end_when_the_server_stops() -> None:
 
 
 async def test_an_error_of_the_core_ends_its_owner() -> None:
-    class Broken:
-        def handle(self, event: Event, now_ms: int) -> list[Effect]:
+    class Broken(EchoCore):
+        def decide(self, event: Event, now_ms: int) -> list[Effect]:
             raise AssertionError("an invariant is broken.")
 
     owner = CoreActor(Broken(), tick_ms=1, clock=monotonic_ms)
@@ -373,7 +376,7 @@ async def test_ticks_come_by_themselves() -> None:
     class Ticked(EchoCore):
         ticks = 0
 
-        def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        def decide(self, event: Event, now_ms: int) -> list[Effect]:
             self.ticks += 1
             return []
 
