@@ -1,8 +1,8 @@
 """Which full blocks lie in the device pages of a group, in memory that outlives its processes.
 
-The group's leader writes the blocks, each member where it has them and whether it still does. ints
-read it once the group has lost a member: its tasks continue on them without computing these blocks
-again. No lock is shared, so a process may end at any instruction. Invariants:
+The group's leader writes the blocks, each member where it has them and whether it still does. Other
+ranks read it once the group has lost a member: its tasks continue on them without computing these
+blocks again. No lock is shared, so a process may end at any instruction. Invariants:
 
 - An entry is valid only after the step that fills its block, and no more before a step that writes
   to the block again.
@@ -173,8 +173,14 @@ class GroupDirectory:
             return
         changes = np.zeros(self.shape.num_pages, dtype=np.bool_)
         changes[pages] = True
-        slots = self.slots(place, np.arange(self.shape.blocks))
-        self.give_up(rank, np.flatnonzero(changes[slots // self.shape.slots_per_page]))
+        has_changed = np.repeat(changes, self.shape.slots_per_page)
+        if self._slots is not None:
+            has_changed = np.take(has_changed, self._slots[place])
+        marks = self._marks[place]
+        with FENCE:
+            np.multiply(marks, ~has_changed, out=marks)
+        with FENCE:
+            pass
 
     # ------------------------------------------------------------------ readers
 

@@ -135,7 +135,7 @@ class Core:
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Return all effects of an event."""
-        return [*self.decide(event, now_ms), *self.publish(event, now_ms)]
+        return [*self.decide(event, now_ms), *self.publish(event)]
 
     def decide(self, event: Event, now_ms: int) -> list[Effect]:
         """Return the effects of an event that ranks may wait for; `publish` gives the rest."""
@@ -399,7 +399,7 @@ class Core:
             effects += self._place(now_ms)
         return effects
 
-    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+    def publish(self, event: Event) -> list[Effect]:
         """Return what else follows from the event decided last: news, records, refused tasks."""
         effects = [] if self._is_context_known else self._refresh_context()
         self._is_context_known = True

@@ -60,7 +60,7 @@ class Decider(Protocol):
     def decide(self, event: Event, now_ms: int) -> list[Effect]:
         """Return the effects of `event` that ranks may wait for."""
 
-    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+    def publish(self, event: Event) -> list[Effect]:
         """Return the rest of its effects."""
 
 
@@ -127,7 +127,7 @@ class CoreActor:
             self._perform(effect)
         if any(isinstance(effect, ToRank) for effect in decided):
             await asyncio.sleep(0)  # Sessions write what ranks wait for; the rest takes as long.
-        published = self._core.publish(event, now_ms)
+        published = self._core.publish(event)
         for effect in published:
             self._perform(effect)
         for watcher in self.watchers:

@@ -165,7 +165,7 @@ class Leases:
         assert mode.table is not None
         self.end_rescue(group.lease_key)
         indices = (*indices, *moved_in)
-        is_held = set(indices) <= set(pool.lease_indices(group.lease_key).tolist())
+        is_held = pool.are_leased(group.lease_key, np.array(indices, dtype=np.int64))
         assert is_held, "tasks hold pages that this rank has given up."
         self.keep_only(group.lease_key, indices)
         mode.table.map(*pool.lease_pages(group.lease_key, grant_pages))
@@ -195,7 +195,7 @@ class Leases:
         assert mode.scheduler is not None, "this rank does not lead the group."
         held = mode.scheduler.withdraw()
         if group.mode is Mode.DP:
-            pool.return_own(without(pool.own_pages(), held))
+            pool.keep_own(held)
             return
         self._version += 1
         formation, indices = self._formations[group.lease_key], tuple(held.tolist())
@@ -234,8 +234,7 @@ class Leases:
         """
         runtime = self._runtime
         pool = runtime.engine.pages
-        leased = pool.lease_indices(key)
-        dropped = without(leased, np.array(indices, dtype=np.int64))
+        dropped = pool.lease_without(key, np.array(indices, dtype=np.int64))
         if not dropped.size:
             return False
         runtime.migration.gave_up(key)
@@ -257,11 +256,9 @@ class Leases:
         assert mode.table is not None
         if mode.directory is not None:
             # A migration may have filled the pages of several indices in another order.
-            leased, pages = pool.lease_of(key)
-            freed = pages[np.isin(leased, indices)]
-            mode.directory.give_up_pages(engine.spec.rank, freed)
+            mode.directory.give_up_pages(engine.spec.rank, pool.pages_of(key, indices))
         mode.table.unmap(indices)
-        pool.keep_only(key, without(pool.lease_indices(key), indices).tolist())
+        pool.free_leased(key, indices)
 
     def _rescued(self, key: Key, mode: EngineMode, dropped: LeaseIndices) -> LeaseIndices:
         """Return which of these pages of a lease stay for now: a lost group's tasks need them.

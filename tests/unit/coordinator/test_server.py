@@ -55,7 +55,7 @@ class EchoCore:
     def __init__(self) -> None:
         self.heard: list[Event] = []
 
-    def publish(self, event: Event, now_ms: int) -> list[Effect]:
+    def publish(self, event: Event) -> list[Effect]:
         return []
 
     def decide(self, event: Event, now_ms: int) -> list[Effect]:

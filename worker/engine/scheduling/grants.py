@@ -125,21 +125,24 @@ class BlockGrants:
 
         Nothing is allocated before that, so blocks of earlier grants may stay in the queue.
         """
-        wanted = self._granted.copy()
-        wanted.reshape(-1, self.slots_per_page)[indices] = True
-        self._set(wanted)
+        self._set(self._granted | self._in_indices(indices))
 
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
         """Make exactly the blocks of these lease indices allocatable.
 
         The blocks in use when the mode was parked must be among them.
         """
-        wanted = np.zeros_like(self._granted)
-        wanted.reshape(-1, self.slots_per_page)[indices] = True
+        wanted = self._in_indices(indices)
         assert not wanted[0], "the null page cannot be granted."
         assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
         self._aside = self._aside[:0]
         self._set(wanted)
+
+    def _in_indices(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return, per block, whether it belongs to one of these lease indices."""
+        named = np.zeros(self.indices, dtype=np.bool_)
+        named[indices] = True
+        return np.repeat(named, self.slots_per_page)
 
     def _set(self, wanted: npt.NDArray[np.bool_]) -> None:
         self.parked_indices = None
