@@ -92,25 +92,15 @@ class PagePool:
         """Return all pages that the rank's own scheduler has."""
         return np.flatnonzero(self._place == _OWNED)
 
-    def return_own(self, pages: Iterable[int] | Pages) -> None:
-        """Move owned pages to free; `PageError` for a page named twice or not owned."""
-        returned = _as_pages(pages)
-        inside = (returned >= 0) & (returned < self._place.size)
-        if not _all_differ(returned[inside]):
-            raise PageError("a page is returned twice in one call.")
-        owned = inside.copy()
-        owned[inside] = self._place[returned[inside]] == _OWNED
-        if not owned.all():
-            raise PageError(f"page {returned[~owned][0]} is returned, but is not owned.")
-        self._owned -= returned.size
-        self._release(returned)
-        self.integrity()
-
     def keep_own(self, pages: Pages) -> None:
-        """Move all other owned pages to free."""
+        """Move all other owned pages to free; `PageError` for one of these that is not owned."""
+        inside = (pages >= 0) & (pages < self._place.size)
+        inside[inside] = self._place[pages[inside]] == _OWNED
+        if not inside.all():
+            raise PageError(f"page {pages[~inside][0]} is to stay, but is not owned.")
         returned = self._place == _OWNED
         returned[pages] = False
-        self._place[returned] = _FREE
+        np.copyto(self._place, _FREE, where=returned)
         count = int(np.count_nonzero(returned))
         self._owned -= count
         self._free += count
@@ -337,7 +327,5 @@ def without(pages: Pages, others: Pages) -> Pages:
     return pages[~np.isin(pages, others, kind="table")] if others.size else pages
 
 
-def _as_pages(numbers: Iterable[int] | Pages) -> Pages:
-    if isinstance(numbers, np.ndarray):
-        return numbers.astype(np.int64, copy=False)
+def _as_pages(numbers: Iterable[int]) -> Pages:
     return np.fromiter(numbers, dtype=np.int64)

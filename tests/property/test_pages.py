@@ -49,12 +49,12 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if self.owned:
             pages = data.draw(st.sampled_from([pages, sorted(self.owned)[: len(pages)]]))
         try:
-            self.pool.return_own(pages)
+            self.pool.keep_own(np.array(pages, dtype=np.int64))
         except PageError:
-            assert not set(pages) <= self.owned or len(set(pages)) < len(pages)
+            assert not set(pages) <= self.owned
         else:
             assert set(pages) <= self.owned
-            self.owned -= set(pages)
+            self.owned = set(pages)
 
     @rule(group=groups, n=amounts)
     def lease(self, group: tuple[int, ...], n: int) -> None:
@@ -97,6 +97,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
         else:
             assert may
             lease.update(zip(indices, named, strict=True))
+
+    @rule(group=groups, indices=st.lists(st.integers(-1, 6), max_size=4))
+    def free_any(self, group: tuple[int, ...], indices: list[int]) -> None:
+        lease = self.leases[group]
+        may = set(indices) <= set(lease) and len(set(indices)) == len(indices)
+        assert self.pool.are_leased(group, np.array(indices, dtype=np.int64)) == (
+            set(indices) <= set(lease)
+        )
+        try:
+            self.pool.free_leased(group, np.array(indices, dtype=np.int64))
+        except PageError:
+            assert not may
+        else:
+            assert may
+            self.leases[group] = {i: page for i, page in lease.items() if i not in indices}
 
     @rule(group=groups, indices=st.frozensets(st.integers(0, 6)))
     def keep_any(self, group: tuple[int, ...], indices: frozenset[int]) -> None:
@@ -148,8 +163,8 @@ class TwoMembers(RuleBasedStateMachine):
     def own_work_ends(self, member: int, data: st.DataObject) -> None:
         owned = self.owned[member]
         ended = [page for page in owned if data.draw(st.booleans())]
-        self.members[member].return_own(ended)
         owned[:] = [page for page in owned if page not in ended]
+        self.members[member].keep_own(np.array(owned, dtype=np.int64))
 
     @rule(group=groups, n=amounts)
     def lease(self, group: tuple[int, ...], n: int) -> None:

@@ -125,7 +125,7 @@ def carry_out(move: MigrationPlan, manifest: Manifest, memory: Memory) -> None:
     """Give up the old group and take the new one's pages, as `Migration` does on a commit."""
     rank, pool = manifest.rank, memory.pool
     if len(manifest.ranks) == 1:
-        pool.return_own(pool.own_pages())
+        pool.keep_own(np.zeros(0, dtype=np.int64))
     else:
         pool.keep_only(manifest.ranks, ())
     for lease, indices in zip(move.plan.groups, move.indices, strict=True):

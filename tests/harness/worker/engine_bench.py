@@ -65,11 +65,10 @@ class EngineBench:
     def park(self) -> list[int]:
         """Withdraw the mode, and free what no task holds; returns the lease indices that stay."""
         held, pool = self.scheduler.withdraw(), self.engine.pages
-        freed = without(self.indices(), held)
         if self.mode.table is None:
-            pool.return_own(freed)
+            pool.keep_own(held)
         else:
-            self.mode.table.unmap(freed)
+            self.mode.table.unmap(without(self.indices(), held))
             pool.keep_only(self.group.lease_key, held.tolist())
         return [int(each) for each in held]
 

@@ -361,6 +361,28 @@ async def test_sessions_end_when_the_server_stops() -> None:
     running.cancel()
 
 
+async def test_a_rank_has_its_answer_before_the_rest_is_worked_out() -> None:
+    class Slow(EchoCore):
+        def publish(self, event: Event) -> list[Effect]:
+            if isinstance(event, RankReported):
+                unsent.append(len(owner.rank_outboxes[Rank(0)]._messages))
+            return []
+
+    unsent: list[int] = []
+    core = Slow()
+    owner = CoreActor(core, tick_ms=20, clock=monotonic_ms)
+    running = asyncio.create_task(owner.run())
+    server = CellServer(owner, TOKEN, world=2)
+    cell = Cell(await server.start("127.0.0.1:0"), core, owner)
+    async with cell.rank() as call:
+        for number in range(5):
+            await call.write(report(0, number))
+            assert await call.read() == Drop(TaskId(f"task-{number}"), 1)
+    await server.stop()
+    running.cancel()
+    assert unsent == [0] * 5
+
+
 async def test_an_error_of_the_core_ends_its_owner() -> None:
     class Broken(EchoCore):
         def decide(self, event: Event, now_ms: int) -> list[Effect]:

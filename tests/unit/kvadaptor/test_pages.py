@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvadaptor.pages import PageCounts, PageError, PagePool
 from tests.harness.kv.page_leases import lease, lease_table
 
 PAIR, QUAD = (0, 1), (0, 1, 2, 3)
+NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def busy_pool() -> PagePool:
@@ -25,7 +27,7 @@ def test_a_pool_shows_where_its_pages_are() -> None:
     shown = "owned 1-2, leased to 0-1 as 1-3, leased to 0-1-2-3 as 1"
     assert repr(pool) == f"<3 of 10 pages free, {shown}>"
     pool.keep_only(PAIR, [1, 3])
-    pool.return_own([1])
+    pool.keep_own(np.array([2]))
     shown = "owned 2, leased to 0-1 as 1+3, leased to 0-1-2-3 as 1"
     assert repr(pool) == f"<5 of 10 pages free, {shown}>"
 
@@ -46,7 +48,7 @@ def test_counts_say_where_pages_are() -> None:
 def test_returned_pages_are_granted_again_lowest_first() -> None:
     pool = PagePool(10)
     pool.grant_own_pages(6)
-    pool.return_own([5, 2])
+    pool.keep_own(np.array([1, 3, 4, 6]))
     assert pool.grant_own_pages(3).tolist() == [2, 5, 7]
     pool.integrity(full=True)
 
@@ -57,7 +59,7 @@ def test_all_pages_can_be_handed_out_and_no_more() -> None:
     assert pool.grant_own_pages(0).tolist() == []
     with pytest.raises(PageError, match="1 pages are asked for, but only 0 are free"):
         lease(pool, PAIR, 1)
-    pool.return_own(range(1, 10))
+    pool.keep_own(NOTHING)
     assert pool.counts().free == 9
 
 
@@ -108,12 +110,11 @@ def test_an_empty_lease_leaves_no_trace() -> None:
         (lambda pool: lease(pool, (2, 3), 4), "only 3 are free"),
         (lambda pool: lease(pool, PAIR, -1), "must not be negative"),
         (lambda pool: lease(pool, (), 1), "at least one rank"),
-        (lambda pool: pool.return_own([1, 7]), "page 7 is returned, but is not owned"),
-        (lambda pool: pool.return_own([1, 3]), "page 3 is returned"),
-        (lambda pool: pool.return_own([1, 0]), "page 0 is returned"),
-        (lambda pool: pool.return_own([1, 10]), "page 10 is returned"),
-        (lambda pool: pool.return_own([1, -8]), "page -8 is returned"),
-        (lambda pool: pool.return_own([1, 1]), "returned twice"),
+        (lambda pool: pool.keep_own(np.array([1, 7])), "page 7 is to stay, but is not owned"),
+        (lambda pool: pool.keep_own(np.array([1, 3])), "page 3 is to stay"),
+        (lambda pool: pool.keep_own(np.array([1, 0])), "page 0 is to stay"),
+        (lambda pool: pool.keep_own(np.array([1, 10])), "page 10 is to stay"),
+        (lambda pool: pool.keep_own(np.array([1, -8])), "page -8 is to stay"),
         (lambda pool: pool.keep_only(PAIR, [1, 4]), "lease index 4 of group .0, 1. is not in use"),
         (lambda pool: pool.keep_only(PAIR, [-1]), "lease index -1"),
         (lambda pool: pool.keep_only((2, 3), [1]), "lease index 1 of group .2, 3."),
@@ -130,7 +131,7 @@ def test_a_refused_operation_changes_nothing(
     for group in (PAIR, QUAD, (2, 3)):
         assert lease_table(pool, group) == lease_table(untouched, group)
     assert lease(pool, (2, 3), 3) == lease(untouched, (2, 3), 3)
-    pool.return_own([1, 2])
+    pool.keep_own(NOTHING)
 
 
 def _break_counter(pool: PagePool) -> None:
@@ -203,6 +204,6 @@ def test_a_large_pool_is_handed_out_in_one_piece_and_returned() -> None:
     _, leased = pool.lease_pages(PAIR, 39_999)
     assert (pages[-1], leased[-1], leased.size) == (60_000, 99_999, 39_999)
     pool.keep_only(PAIR, range(39_990, 40_000))
-    pool.return_own(pages)
+    pool.keep_own(NOTHING)
     assert pool.counts() == PageCounts(100_000, 1, 99_989, 0, {PAIR: 10})
     pool.integrity(full=True)

@@ -63,7 +63,7 @@ def test_a_lease_grows_by_more_named_pages() -> None:
 def test_what_a_move_gave_comes_back() -> None:
     pool = busy_pool()
     pool.keep_only(PAIR, [5])
-    pool.return_own(pages(4))
+    pool.keep_own(pages(9))
     assert pool.free_pages().tolist() == [1, 2, 4, 5, 6, 7, 8, 10, 11]
     pool.lease_these(PAIR, pages(2), pages(4))
     assert lease_table(pool, PAIR) == {2: 4, 5: 3}
@@ -118,9 +118,16 @@ def test_an_index_between_those_in_use_cannot_be_kept() -> None:
     assert lease_table(pool, PAIR) == {2: 7, 5: 3}
 
 
-def test_a_page_that_is_named_twice_is_told_beside_the_null_page() -> None:
-    with pytest.raises(PageError, match="twice"):
-        busy_pool().return_own(pages(0, 1, 1))
+def test_an_index_that_is_given_up_twice_is_refused() -> None:
+    pool = busy_pool()
+    with pytest.raises(PageError, match="a lease index is given up twice"):
+        pool.free_leased(PAIR, pages(5, 2, 5))
+    with pytest.raises(PageError, match=r"lease index 3 of group .* is not in use"):
+        pool.free_leased(PAIR, pages(2, 3))
+    assert lease_table(pool, PAIR) == {2: 7, 5: 3}
+    pool.free_leased(PAIR, pages(5, 2))
+    assert lease_table(pool, PAIR) == {}
+    pool.integrity(full=True)
 
 
 def test_different_numbers_come_once_and_in_order() -> None:

@@ -38,6 +38,20 @@ def test_a_pipeline_stage_finds_a_block_in_the_row_and_column_of_its_slot(split:
         assert max(wanted) < slots.num_blocks(PAGES)
 
 
+@pytest.mark.parametrize("indices", [(1, 2, 3, 4), (1, 3, 2, 4), (1, 2, 4, 5), (5, 1, 4, 2)])
+def test_lease_indices_may_have_gaps_and_come_in_any_order(indices: tuple[int, ...]) -> None:
+    table = SlotTable(PAGES, 2)
+    table.map(array(2, 3), array(5, 1))
+    table.unmap(array(2, 3))
+    pages = array(4, 1, 5, 2)
+    table.map(array(*indices), pages)
+    for index, page in zip(indices, pages.tolist(), strict=True):
+        assert table.slots([2 * index, 2 * index + 1]) == [2 * page, 2 * page + 1]
+    (other,) = {1, 2, 3, 4, 5} - set(indices)
+    with pytest.raises(AssertionError, match="not leased"):
+        table.slots([2 * other])
+
+
 def test_numbers_of_a_known_split() -> None:
     """Two stages of 4 layers and both heads' halves: row 1 lies 4 regions of 6 pages further."""
     table, slots = table_of(Split(2, 2))
