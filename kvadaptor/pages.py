@@ -217,6 +217,12 @@ class PagePool:
         inside = not indices.size or (indices.min() > 0 and indices.max() < table.size)
         return bool(inside and table.take(indices).all())
 
+    def in_use(self, group: GroupKey, indices: Pages) -> Pages:
+        """Return those of these lease indices, of which none is negative, that are in use."""
+        table = self._leases.get(group, _NO_LEASE)
+        inside = indices[indices < table.size]
+        return inside[table.take(inside) != 0]
+
     def counts(self) -> PageCounts:
         """Return the number of pages in each place."""
         leased = {group: self._sizes[group] for group in sorted(self._sizes)}

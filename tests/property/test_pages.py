@@ -105,6 +105,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.are_leased(group, np.array(indices, dtype=np.int64)) == (
             set(indices) <= set(lease)
         )
+        named = np.array([each for each in indices if each >= 0], dtype=np.int64)
+        found = self.pool.in_use(group, named).tolist()
+        assert found == [each for each in named.tolist() if each in lease]
         try:
             self.pool.free_leased(group, np.array(indices, dtype=np.int64))
         except PageError:

@@ -248,11 +248,13 @@ class Leases:
         return True
 
     def _free(self, key: Key, indices: LeaseIndices) -> None:
-        """Free the pages of these lease indices of a group."""
+        """Free the pages of these lease indices of a group, if it has them still."""
+        engine = self._runtime.engine
+        pool = engine.pages
+        indices = pool.in_use(key, indices)
         if not indices.size:
             return
-        engine = self._runtime.engine
-        mode, pool = self._runtime.mode_of(group_of(key)), engine.pages
+        mode = self._runtime.mode_of(group_of(key))
         assert mode.table is not None
         if mode.directory is not None:
             # A migration may have filled the pages of several indices in another order.
