@@ -221,7 +221,8 @@ class PagePool:
         """Return those of these lease indices, of which none is negative, that are in use."""
         table = self._leases.get(group, _NO_LEASE)
         inside = indices[indices < table.size]
-        return inside[table.take(inside) != 0]
+        found: Pages = inside[table.take(inside) != 0]
+        return found
 
     def counts(self) -> PageCounts:
         """Return the number of pages in each place."""

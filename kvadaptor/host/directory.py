@@ -165,13 +165,14 @@ class HostDirectory:
         self._journal(pages)
         return pages
 
-    def is_pending(self, key: bytes) -> bool:
-        """Return whether a page of the rank's own is being filled with this block."""
+    def has(self, key: bytes) -> bool:
+        """Return whether a complete page has this block, or one of the rank's own is to have it."""
         padded = _padded(key)
         page = self._pages.get(padded)
-        if page is None or page in self._pending:
-            return page is not None
-        return any(page in self._pending for page in self._copies.get(padded, ()))
+        if page is None:
+            return False
+        pages = (page, *self._copies.get(padded, ()))
+        return any(each in self._pending or self._is_complete(each) for each in pages)
 
     def tags(self, pages: Sequence[int]) -> list[int]:
         """Return the tags with which members mark their shares of the rank's own pages."""

@@ -6,7 +6,6 @@ A share of a host page is one slot of the rank's memory, so both are boxes: per 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvadaptor.geometry import PageGeometry
@@ -52,10 +51,11 @@ class PageCopier:
         """
         geometry, pitch = self._geometry, self._geometry.layer_page_bytes
         run_bytes = pitch // copies.slots
-        numbers, pages = (np.array(each, np.uint64) for each in (copies.numbers, copies.pages))
-        at = np.uint64(self._kv.data_ptr())
-        own = Boxes(numbers * np.uint64(run_bytes) + at, pitch, self._own_pages, self._on_device)
-        first = np.uint64(self._address + copies.share * run_bytes)
-        host = Boxes(pages * np.uint64(geometry.page_bytes) + first, pitch, 1, on_device=False)
+        # A step mostly fills a few blocks: arrays would cost more than they save.
+        at, first = self._kv.data_ptr(), self._address + copies.share * run_bytes
+        addresses = [number * run_bytes + at for number in copies.numbers]
+        own = Boxes(addresses, pitch, self._own_pages, self._on_device)
+        size = geometry.page_bytes
+        host = Boxes([page * size + first for page in copies.pages], pitch, 1, on_device=False)
         sides = (host, own) if self._loads else (own, host)
         return self._copier.copy(*sides, run_bytes, geometry.num_layers, waits=waits)

@@ -18,7 +18,7 @@ import torch
 
 from kvadaptor.transfer.driver import call_driver
 
-Addresses = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.uint64] | list[int]
 
 
 class HostCopyError(RuntimeError):
@@ -79,14 +79,16 @@ class HostBoxCopier:
     ) -> Copied:
         """See `BoxCopier`."""
         for layer in range(layers):
-            pairs = zip(
-                (targets.addresses + np.uint64(layer * targets.pitch * targets.height)).tolist(),
-                (sources.addresses + np.uint64(layer * sources.pitch * sources.height)).tolist(),
-                strict=True,
-            )
+            to = layer * targets.pitch * targets.height
+            of = layer * sources.pitch * sources.height
+            pairs = zip(_listed(targets.addresses), _listed(sources.addresses), strict=True)
             for target, source in pairs:
-                ctypes.memmove(target, source, run_bytes)
+                ctypes.memmove(target + to, source + of, run_bytes)
         return Copied()
+
+
+def _listed(addresses: Addresses) -> list[int]:
+    return addresses if isinstance(addresses, list) else addresses.tolist()
 
 
 def _side(name: str) -> list[tuple[str, str]]:
@@ -104,6 +106,9 @@ BOX_FIELDS = np.dtype(
     ]
 )
 """One copy of a box, as the driver has it."""
+
+BOXES_AT_FIRST = 64
+"""Boxes that a copier has room for before it needs more."""
 
 _POINTER = 1
 _ON_DEVICE, _ON_HOST = 1, 2
@@ -133,24 +138,33 @@ class DeviceBoxCopier:
         """Work of a lower number goes first; 0 is the last."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
+        self._boxes = np.empty(BOXES_AT_FIRST, BOX_FIELDS)
+        self._fields: tuple[int, ...] = ()
+        """What all boxes have in common, without their addresses: mostly the same as before."""
 
     def copy(
         self, sources: Boxes, targets: Boxes, run_bytes: int, layers: int, *, waits: bool = True
     ) -> StreamCopying:
         """See `BoxCopier`; raises `HostCopyError`."""
-        boxes = np.empty(sources.addresses.size, BOX_FIELDS)
-        boxes[:] = (
-            *self._fields_of(sources),
-            *self._fields_of(targets),
-            *(run_bytes, 1, layers, _STREAM_ORDER, 0),
+        count = len(sources.addresses)
+        if count > self._boxes.size:
+            self._boxes, self._fields = np.empty(2 * count, BOX_FIELDS), ()
+        fields = (
+            *(sources.pitch, sources.height, sources.on_device),
+            *(targets.pitch, targets.height, targets.on_device, run_bytes, layers),
         )
+        if fields != self._fields:
+            of_boxes = (run_bytes, 1, layers, _STREAM_ORDER, 0)
+            self._boxes[:] = (*self._fields_of(sources), *self._fields_of(targets), *of_boxes)
+            self._fields = fields
+        boxes = self._boxes[:count]
         boxes["source_address"], boxes["target_address"] = sources.addresses, targets.addresses
         if waits:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         failed = ctypes.c_size_t()
         error = call_driver(
             "cuMemcpy3DBatchAsync",
-            *(ctypes.c_size_t(boxes.size), ctypes.c_void_p(boxes.ctypes.data)),
+            *(ctypes.c_size_t(count), ctypes.c_void_p(self._boxes.ctypes.data)),
             *(ctypes.byref(failed), ctypes.c_uint64(0), ctypes.c_void_p(self._stream.cuda_stream)),
         )
         if error:

@@ -54,10 +54,9 @@ class LedTasks:
         """Forget a task and return it; `_why` is for subclasses that trace tasks."""
         return self._tasks.pop(task, None)
 
-    def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:
+    def emit(self, led: LedTask, count: int, *, finished: bool) -> TokenSpan:
         """Advance a task's stream by `count` tokens and describe them."""
-        led = self._tasks[task]
         waited_ms = 0 if led.emitted else led.waited_ms
-        span = TokenSpan(task, led.attempt, led.emitted, count, finished, waited_ms)
+        span = TokenSpan(led.header.task, led.attempt, led.emitted, count, finished, waited_ms)
         led.emitted += count
         return span

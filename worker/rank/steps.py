@@ -423,12 +423,14 @@ class Steps:
             led = book.get(output.request_id)
             if led is None:
                 continue
-            task = led.header.task
-            span = book.emit(task, len(output.new_token_ids), finished=output.finished)
-            spans, batch = by_gateway.setdefault(led.header.reply_to, ([], []))
-            spans.append(span)
+            task, reply_to = led.header.task, led.header.reply_to
+            if reply_to not in by_gateway:
+                by_gateway[reply_to] = [], []
+            spans, batch = by_gateway[reply_to]
+            finished = output.finished
+            spans.append(book.emit(led, len(output.new_token_ids), finished=finished))
             batch.append(output)
-            if output.finished:
+            if finished:
                 book.close(task, EndCause.FINISHED)
                 runtime.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
         for reply_to, (spans, batch) in by_gateway.items():

@@ -41,12 +41,12 @@ class TracedTasks(LedTasks):
         }
         self._stays[header.task] = _Stay(self._tracing.start("generate", header.trace, about))
 
-    def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:
+    def emit(self, led: LedTask, count: int, *, finished: bool) -> TokenSpan:
         """Advance a task's stream."""
-        stay = self._stays.get(task)
+        stay = self._stays.get(led.header.task)
         if stay is not None and count:
             stay.stepped(count)
-        return super().emit(task, count, finished=finished)
+        return super().emit(led, count, finished=finished)
 
     def close(self, task: TaskId, why: str = "") -> LedTask | None:
         """Forget a task."""

@@ -41,15 +41,17 @@ def test_a_page_is_found_once_all_its_shares_are_written(two: list[HostDirectory
     own, other = two
     (page,) = own.allocate([KEY], 2, 0.0)
     assert page is not None
-    assert own.is_pending(KEY)
+    assert own.has(KEY)
     own.complete([page], 0, own.tags([page]))
     other.refresh()
     assert own.find(KEY) is other.find(KEY) is None
+    assert own.has(KEY)
+    assert not other.has(KEY)
     assert not other.pin(page, KEY)
     other.complete([page], 1, own.tags([page]))
     assert own.find(KEY) == other.find(KEY) == page
-    own.settle()
-    assert not own.is_pending(KEY)
+    assert own.has(KEY)
+    assert other.has(KEY)
     assert own.used_pages == 1
 
 
@@ -217,7 +219,7 @@ def test_a_restarted_rank_takes_over_what_is_complete(two: list[HostDirectory]) 
     anew = reopened(own, 5.0)
     assert anew.find(KEY) == page
     assert anew.find(OTHER) is None
-    assert anew.is_pending(OTHER)
+    assert anew.has(OTHER)
     assert anew.used_pages == 2
     anew.complete([incomplete], 0, anew.tags([incomplete]))
     assert anew.find(OTHER) == incomplete

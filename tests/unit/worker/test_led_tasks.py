@@ -16,12 +16,12 @@ def header() -> TaskHeader:
 
 def test_the_wait_is_told_with_the_first_token_alone() -> None:
     book = LedTasks()
-    book.open(LedTask(header(), 1, GROUP, 0, b"", waited_ms=12))
-    assert book.emit(A, 2, finished=False) == TokenSpan(A, 1, 0, 2, False, 12)
-    assert book.emit(A, 1, finished=True) == TokenSpan(A, 1, 2, 1, True)
+    led = LedTask(header(), 1, GROUP, 0, b"", waited_ms=12)
+    assert book.emit(led, 2, finished=False) == TokenSpan(A, 1, 0, 2, False, 12)
+    assert book.emit(led, 1, finished=True) == TokenSpan(A, 1, 2, 1, True)
 
 
 def test_a_task_goes_on_behind_the_tokens_of_earlier_attempts() -> None:
     book = LedTasks()
-    book.open(LedTask(header(), 2, GROUP, 4, b"", waited_ms=12))
-    assert book.emit(A, 1, finished=False) == TokenSpan(A, 2, 4, 1, False)
+    led = LedTask(header(), 2, GROUP, 4, b"", waited_ms=12)
+    assert book.emit(led, 1, finished=False) == TokenSpan(A, 2, 4, 1, False)

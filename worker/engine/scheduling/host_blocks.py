@@ -195,11 +195,7 @@ class HostBlocks:
     def _store(self, step: BlockCopies, filled: list[_Filled], now_s: float) -> None:
         """Let a step store those of these blocks that have no page."""
         directory = self._directory
-        new = {
-            key: (name, block)
-            for name, key, block in filled
-            if directory.find(key) is None and not directory.is_pending(key)
-        }
+        new = {key: (name, block) for name, key, block in filled if not directory.has(key)}
         pages = directory.allocate(list(new), self._rules.shares, now_s)
         self._counts.full += len(new) - len(pages)
         step.store_pages += pages
