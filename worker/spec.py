@@ -144,7 +144,8 @@ def rank_spec(
 
 def host_kv_bytes(cell: CellConfig) -> int:
     """Return the bytes of the cell's host pages, 0 if it has none."""
-    return int(cell.host_kv_gib * 2**30) // HOST_ALIGNMENT_BYTES * HOST_ALIGNMENT_BYTES
+    gib = cell.host_kv_gib if cell.host_kv_gib != "auto" else 0.0
+    return int(gib * 2**30) // HOST_ALIGNMENT_BYTES * HOST_ALIGNMENT_BYTES
 
 
 def everyone(config: Config) -> tuple[Rank, ...]:

@@ -244,9 +244,10 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--host-kv",
-        type=float,
-        metavar="GIB",
-        help="host memory for KV pages that all ranks share; default: 0",
+        type=_host_kv,
+        metavar="GIB|auto",
+        help="host memory for KV pages that all ranks share; default: auto, a tenth on CUDA, none "
+        "on CPU",
     )
 
 
@@ -254,6 +255,14 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     words = "default: as in the --config file, else"
     parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level; {words} info")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"form of lines; {words} json")
+
+
+def _host_kv(text: str) -> float | str:
+    """Read `auto` or a number; raises `ArgumentTypeError`."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor auto") from None
 
 
 def _whole_layers(text: str) -> int | str | tuple[int, ...]:

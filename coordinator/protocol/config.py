@@ -91,10 +91,11 @@ class CellConfig(_Frozen):
     `tpot_ms` of a tier other than batch. A list has a number for each rank: a rank that holds all
     layers lends and borrows nothing, one that holds 0 has the most memory for KV on CUDA. A wide
     group uses as many KV pages of each rank as the smallest has."""
-    host_kv_gib: float = Field(default=0, ge=0)
+    host_kv_gib: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
     """Host memory, in GiB, for KV pages that all ranks share: prompts that were computed before,
     tasks that were preempted, and those of lost ranks are read from it instead of computed again.
-    0 has none."""
+    0 has none. `auto` takes a tenth of the machine's memory on CUDA, or of its cgroup's if that is
+    less, and none on CPU or without the prefix cache."""
     peer_access: AutoOff = "auto"
     """Whether GPUs read each other's memory. With `off` none does, neither in moves of KV nor in
     collectives, as in a machine without NVLink and peer-to-peer access over PCIe; then no rank can

@@ -25,6 +25,7 @@ from comm_pool.ports import free_ports
 from coordinator.protocol.cell_tls import cell_tls_of
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.host_memory import with_host_kv
 from worker.cohort import Cohort
 from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
@@ -154,6 +155,9 @@ class Launcher:
         # Block these signals from here on, so that none is lost between two waits for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         self._start_exit_reporter()
+        # vLLM may leave the prefix cache out for a model.
+        has_hashes = bool(base.cache_config.enable_prefix_caching)
+        self._config = with_host_kv(self._config, has_hashes=has_hashes)
         cell = self._config.cell
         if cell.host_kv_gib:
             self._host_memory = CellMemory((host_kv_name(),))

@@ -178,6 +178,7 @@ def bare_cell(
                 "widths": [width for width in (1, 2, 4) if width <= ranks],
                 "mixed": mixed,
                 "dist_port": free_port(),
+                "host_kv_gib": 0.0,
                 **(limits or {}),
             },
             # Where ranks share cores with other work, one may be slow for no fault of its own.

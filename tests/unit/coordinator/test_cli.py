@@ -267,7 +267,7 @@ def test_parts_of_the_weights_that_no_group_can_serve_with(
         (["swich"], "`aileron` has no command 'swich'; did you mean switch?"),
         (["key", "lst"], "`aileron key` has no command 'lst'; did you mean list?"),
         (["up", "--ranks", "two"], "--ranks takes a whole number, not 'two'."),
-        (["up", "--host-kv", "much"], "--host-kv takes a number, not 'much'."),
+        (["up", "--host-kv", "much"], "--host-kv: 'much' is neither a number nor auto"),
         (["up", "--ranks"], "--ranks needs a value."),
         (["up", "--verbose=yes"], "--verbose takes no value: leave out 'yes'."),
         (["up", "--borrow", "heads"], "--borrow cannot be 'heads': use one of none, ffn, all."),
