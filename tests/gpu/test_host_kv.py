@@ -9,10 +9,12 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from coordinator.protocol.host_memory import AUTO_SHARE, memory_bytes
 from tests.harness.cells import devices
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.gauges import settled_total, total
@@ -139,3 +141,19 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
         else:
             # The process that counted before is gone.
             assert await total(cell, "host_hits", full) >= full
+
+
+async def test_by_default_host_pages_take_a_tenth_of_the_memory(tmp_path: Path) -> None:
+    with bare_cell(
+        tmp_path,
+        ranks=ranks(),
+        engine_args=[*devices.CUDA_ENGINE, "--kv-cache-memory-bytes", str(KV_BYTES)],
+        device="cuda",
+        limits={"host_kv_gib": "auto"},
+    ) as up:
+        # Each rank registers all of it.
+        wanted = int(0.95 * ranks() * AUTO_SHARE * memory_bytes())
+        for _ in range(10):
+            if await total(up, "host_registered_bytes", wanted) >= wanted:
+                return
+        pytest.fail(up.log("worker")[-2000:])
