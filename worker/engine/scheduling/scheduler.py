@@ -450,15 +450,11 @@ class ModeScheduler(Scheduler):
         parked = self.grants.parked_indices
         if parked is not None and not named[parked].any():
             return []
-        return [
-            request_id
-            for request_id in self.holding()
-            if named[np.array(self._blocks_of(request_id)) // slots].any()
-        ]
+        return [n for n in self.holding() if named[np.array(self._blocks_of(n)) // slots].any()]
 
     def _blocks_of(self, request_id: str, first: int = 0, last: int | None = None) -> list[int]:
-        blocks = self._manager.req_to_blocks.get(request_id, ())
-        return [block.block_id for block in blocks[first:last]]
+        held = self._manager.req_to_blocks.get(request_id, ())[first:last]
+        return [block.block_id for block in held]
 
     def not_holding(self) -> list[str]:
         """Return tasks that hold no KV: waiting, or preempted by vLLM."""
