@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.cli import runs
 from coordinator.cli.errors import USAGE_STATUS, CliError
-from coordinator.cli.parser import Parser
+from coordinator.cli.parser import Parser, host_kv, whole_layers
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]  # noqa: SLF001 -- it has no public name
@@ -237,17 +237,16 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--whole-layers",
-        type=_whole_layers,
+        type=whole_layers,
         metavar="N|auto|N,N,…",
         help="layers that every rank holds whole, for faster small steps; or one number for each "
         "rank; default: 0",
     )
     add(
         "--host-kv",
-        type=_host_kv,
+        type=host_kv,
         metavar="GIB|auto",
-        help="host memory for KV pages that all ranks share; default: auto, a tenth on CUDA, none "
-        "on CPU",
+        help="host memory for KV pages of all ranks; default: auto, a tenth of it on CUDA",
     )
 
 
@@ -255,25 +254,6 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     words = "default: as in the --config file, else"
     parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level; {words} info")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"form of lines; {words} json")
-
-
-def _host_kv(text: str) -> float | str:
-    """Read `auto` or a number; raises `ArgumentTypeError`."""
-    try:
-        return text if text == "auto" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor auto") from None
-
-
-def _whole_layers(text: str) -> int | str | tuple[int, ...]:
-    """Read `auto`, a number, or one for each rank; raises `ArgumentTypeError`."""
-    if text == "auto":
-        return text
-    try:
-        numbers = tuple(map(int, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither numbers nor auto") from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _add_operator_commands(commands: "Commands") -> None:

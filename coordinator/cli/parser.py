@@ -1,4 +1,4 @@
-"""argparse's parser, whose errors are sentences that say what to do."""
+"""argparse's parser and readers of values, whose errors are sentences that say what to do."""
 
 import argparse
 import re
@@ -58,3 +58,22 @@ def _sentences(message: str, program: str) -> Iterator[str]:
 def _name(argument: str) -> str:
     """Return the first of an option's names."""
     return argument.split("/", 1)[0]
+
+
+def host_kv(text: str) -> float | str:
+    """Read `auto` or a number; raises `ArgumentTypeError`."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor auto") from None
+
+
+def whole_layers(text: str) -> int | str | tuple[int, ...]:
+    """Read `auto`, a number, or one for each rank; raises `ArgumentTypeError`."""
+    if text == "auto":
+        return text
+    try:
+        numbers = tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither numbers nor auto") from None
+    return numbers[0] if len(numbers) == 1 else numbers
