@@ -122,6 +122,8 @@ class HostDirectory:
         with FENCE:
             pass
         if self._hash_of(page) == _padded(key) and self._is_complete(page):
+            if page in self._pending:
+                self._settle(page)
             for pages in (self._used, self._held):
                 if page in pages:
                     pages.move_to_end(page)
@@ -197,8 +199,11 @@ class HostDirectory:
     def settle(self) -> None:
         """Count the pages of the rank's own that have become complete as used."""
         for page in [page for page in self._pending if self._is_complete(page)]:
-            del self._pending[page]
-            self._keep(page)
+            self._settle(page)
+
+    def _settle(self, page: int) -> None:
+        del self._pending[page]
+        self._keep(page)
 
     def _keep(self, page: int) -> None:
         """Count a page of the rank's own as used most recently."""
@@ -233,7 +238,7 @@ class HostDirectory:
 
     def _free_pages(self, count: int, now_s: float) -> list[int]:
         """Take this many pages of the rank's own, or fewer; their generations are then odd."""
-        if len(self._pending) >= _PENDING_MAX:
+        if len(self._pending) >= min(_PENDING_MAX, len(self._own) // _PENDING_SHARE):
             self.settle()
         taken = self._evict(self._free, count)
         if now_s - next(iter(self._pending.values()), now_s) > WRITE_LIMIT_S:
@@ -361,8 +366,9 @@ class HostDirectory:
         return WORD_BYTES * (self._entries[page] + _COMPLETE)
 
 
-_PENDING_MAX = 64
-"""Incomplete pages, as far as is known, before an allocation looks at all of them again."""
+_PENDING_MAX, _PENDING_SHARE = 64, 16
+"""Incomplete pages, as far as is known, before an allocation looks at all of them again: at most a
+16th of the rank's own, as none of them is evicted in its turn before that."""
 
 _TRIES = 64
 """Pages that an allocation tries to evict; readers pin only what they load in one step."""

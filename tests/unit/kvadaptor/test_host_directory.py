@@ -307,3 +307,16 @@ def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     assert layout_of(need, 4, 1 << 20).pages_per_rank == 1
     with pytest.raises(HostMemoryError):
         layout_of(need - 1, 4, 1 << 20)
+
+
+@pytest.mark.parametrize("pages", [3, 40, 63, 102])
+def test_a_block_that_is_used_again_and_again_stays(pages: int) -> None:
+    """Also where complete pages are not counted as such one by one, and parts are small."""
+    (own,) = opened(HostLayout(1, pages, 64))
+    page = store(own, KEY)
+    for number in range(1, 1_000):
+        store(own, number.to_bytes(32, "big"))
+        if not number % max(1, pages // 2):
+            assert own.find(KEY) == page
+            assert own.pin(page, KEY)
+            own.unpin([page])
