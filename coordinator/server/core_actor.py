@@ -109,10 +109,12 @@ class CoreActor:
         try:
             while True:
                 posted = await self._inbox.get()
-                if posted.admit():
-                    await self._handle(posted.event, self._clock())
-                if posted.handled is not None and not posted.handled.done():
-                    posted.handled.set_result(None)
+                try:
+                    if posted.admit():
+                        await self._handle(posted.event, self._clock())
+                finally:
+                    if posted.handled is not None and not posted.handled.done():
+                        posted.handled.set_result(None)
         finally:
             ticker.cancel()
 
@@ -125,15 +127,18 @@ class CoreActor:
         decided = self._core.decide(event, now_ms)
         for effect in decided:
             self._perform(effect)
-        if any(isinstance(effect, ToRank) for effect in decided):
-            await asyncio.sleep(0)  # Sessions write what ranks wait for; the rest takes as long.
-        published = self._core.publish(event)
-        for effect in published:
-            self._perform(effect)
-        for watcher in self.watchers:
-            watcher.saw_event(event, now_ms)
-            for effect in (*decided, *published):
-                watcher.saw_effect(effect, now_ms)
+        try:
+            if any(isinstance(effect, ToRank) for effect in decided):
+                await asyncio.sleep(0)  # Sessions write what ranks wait for; the rest takes long.
+        finally:
+            # Also if the process ends: no event is handled by half.
+            published = self._core.publish(event)
+            for effect in published:
+                self._perform(effect)
+            for watcher in self.watchers:
+                watcher.saw_event(event, now_ms)
+                for effect in (*decided, *published):
+                    watcher.saw_effect(effect, now_ms)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -383,6 +383,27 @@ async def test_a_rank_has_its_answer_before_the_rest_is_worked_out() -> None:
     assert unsent == [0] * 5
 
 
+async def test_no_event_is_handled_by_half_when_the_process_ends() -> None:
+    class Watched(EchoCore):
+        def publish(self, event: Event) -> list[Effect]:
+            published.append(event)
+            return []
+
+        def decide(self, event: Event, now_ms: int) -> list[Effect]:
+            running.cancel()
+            return [ToRank(Rank(0), Drop(TaskId("a"), 1))]
+
+    published: list[Event] = []
+    owner = CoreActor(Watched(), tick_ms=60_000, clock=monotonic_ms)
+    running = asyncio.create_task(owner.run())
+    posted = asyncio.create_task(owner.post(Tick()))
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(5):
+        await posted
+    assert published == [Tick()]
+
+
 async def test_an_error_of_the_core_ends_its_owner() -> None:
     class Broken(EchoCore):
         def decide(self, event: Event, now_ms: int) -> list[Effect]:
