@@ -44,6 +44,8 @@ class RankSpec:
     """The memory of the host pages, named `host_kv_name()`; None if there are none."""
     host_kv_bytes: int = 0
     """Its size."""
+    host_kv_is_optional: bool = False
+    """Whether the rank serves without host pages if it cannot open them: nobody asked for them."""
     host_ranks: int = 1
     """The ranks of the cell, which each have a part of the host pages."""
     exchange_parts: tuple[int, ...] = (1,)

@@ -339,7 +339,9 @@ def _add_plan(commands: "Commands") -> None:
     add("--weight-parts", type=int, metavar="N", help="only this number; default: all that fit")
     add("--borrow", choices=("none", "ffn", "all"), help="only this; default: each")
     add("--whole-layers", type=int, metavar="N", help="as in aileron up; default: 0")
-    add("--host-kv", type=float, metavar="GIB", help="as in aileron up; shows what it holds")
+    add(
+        "--host-kv", type=float, metavar="GIB", help="host memory for KV pages; shows what it holds"
+    )
     add("--mixed", metavar="sp2tp2", help="as in aileron up")
     add("--revision", metavar="NAME", help="revision on Hugging Face; default: main")
     for name, kind, metavar in (

@@ -37,6 +37,7 @@ from coordinator.sizing.model_facts import Device, ModelFacts, device_of, facts_
 from kvadaptor.host.layout import HostMemoryError, layout_of
 
 GIB = 2**30
+HOST_GIB_MAX = 65_536
 RANKS_MAX = 64
 """The most GPUs that `aileron plan` looks at."""
 SHORTEST_LENGTH = 1_024
@@ -137,6 +138,8 @@ def _host_tokens(gib: float | None, facts: ModelFacts, ranks: int) -> int | None
     """Return the tokens of KV that this much host memory holds; raises `CliError` if it is none."""
     if gib is None:
         return None
+    if not 0 <= gib <= HOST_GIB_MAX:
+        raise CliError(f"--host-kv {gib:g}: use at most {HOST_GIB_MAX} (GiB).", USAGE_STATUS)
     try:
         layout = layout_of(int(gib * GIB), ranks, facts.geometry.page_bytes)
     except HostMemoryError as error:
@@ -372,9 +375,8 @@ def _lines(plan: ModelPlan) -> Iterator[str]:
         headers = ("ranks hold", "layout", "widest group", "cell", "longest request")
         yield format_table(headers, layouts)
     if plan.host_tokens is not None:
-        where = "" if plan.device.kind == "cpu" else "; only CPU ranks keep KV there so far"
         yield ""
-        yield f"Host memory holds {plan.host_tokens:,} tokens of KV for all ranks{where}."
+        yield f"Host memory holds {plan.host_tokens:,} tokens of KV for all ranks."
 
 
 def _alike(cell: CellPlan) -> Iterator[tuple[str, LayoutPlan]]:

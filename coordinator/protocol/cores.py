@@ -19,7 +19,7 @@ def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 def own_cgroups(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[Path]:
     """Return the folders of this process's cgroup and of all its ancestors.
 
-    The last two are those of cgroup v1, which keeps the files of each resource in a folder of its
+    The last ones are those of cgroup v1, which keeps the files of each resource in a folder of its
     own; a container sees its cgroup as the root.
     """
     try:
@@ -27,9 +27,18 @@ def own_cgroups(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[Path]:
     except OSError:
         return []
     name = next((line[3:] for line in lines if line.startswith("0::/")), "/")
-    folder = cgroups / name.lstrip("/")
-    found = [each for each in (folder, *folder.parents) if each.is_relative_to(cgroups)]
+    found = _up_to(cgroups, name)
+    for line in lines:
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        for each in {"cpu", "memory"}.intersection(controllers.split(",")):
+            found += _up_to(cgroups / each, name)
     return [*found, cgroups / "cpu", cgroups / "memory"]
+
+
+def _up_to(root: Path, name: str) -> list[Path]:
+    """Return the folder of a cgroup and those of its ancestors."""
+    folder = root / name.lstrip("/")
+    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
 
 
 def _quotas(cgroups: Path, own: Path) -> list[float]:

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import structlog
 
 from coordinator.protocol.config import Config, ConfigError
 from coordinator.protocol.cores import CGROUPS, OWN_CGROUP, own_cgroups
+
+log = structlog.get_logger()
 
 GIB = 2**30
 KEEP_SHARE = 0.1
@@ -31,15 +34,24 @@ def memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 def _limits(cgroups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the use of each cgroup that has a limit, in bytes."""
     for folder in own_cgroups(cgroups, own):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             try:
                 most, now = (int((folder / name).read_text()) for name in (limit, used))
             except (OSError, ValueError):
                 continue  # There is no such file, or it says `max`.
-            yield most, now
+            # What files fill is free for processes, such as weights that were read.
+            yield most, max(0, now - _cached(folder, cache))
+
+
+def _cached(folder: Path, name: str) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def with_host_kv(
@@ -57,6 +69,7 @@ def with_host_kv(
         free = free_memory_bytes() if free_bytes is None else free_bytes
         wanted = min(whole * AUTO_SHARE, free * (1 - KEEP_SHARE))
     gib = wanted / GIB if wanted >= AUTO_MIN_BYTES else 0.0
+    log.info("host_kv_sized", gib=round(gib, 1), has_prefix_cache=has_hashes)
     cell = config.cell.model_copy(update={"host_kv_gib": gib})
     return config.model_copy(update={"cell": cell})
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from kvadaptor.host.layout import SHARES_MAX
 from worker.engine.host_kv import HostTier
 from worker.engine.lost_kv import LostBlocks
 from worker.engine.mode import PreparedMode
@@ -16,6 +17,8 @@ def connect_sources(scheduler: ModeScheduler, mode: PreparedMode) -> None:
     """Let a scheduler's tasks load and store blocks, and enter those that they fill."""
     sources: list[BlockSource] = []
     host, pages, ahead = mode.host, None, None
+    if host is not None and host.geometry.slots_per_page(mode.width) > SHARES_MAX:
+        host = None
     if mode.lost is not None and mode.directory is not None:
         scheduler.use_directory(mode.directory)
         sources.append(LostBlocks(scheduler, mode.lost))

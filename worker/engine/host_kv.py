@@ -19,7 +19,7 @@ import torch
 from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.host.directory import HostDirectory
-from kvadaptor.host.layout import HostLayout, layout_of
+from kvadaptor.host.layout import HostLayout, HostMemoryError, layout_of
 from kvadaptor.host.page_copies import PageCopier, PageCopies
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.boxes import (
@@ -29,6 +29,7 @@ from kvadaptor.transfer.boxes import (
     fill_memory,
     register,
 )
+from kvadaptor.transfer.driver import DriverError
 from kvadaptor.views import KVBuffer
 from worker.engine.host_lanes import HostLanes, Launcher
 from worker.engine.scheduling.block_copies import BlockCopies
@@ -251,15 +252,24 @@ def copies_aside(device: torch.device) -> bool:
 
 
 def open_tier(
-    memory: mmap.mmap,
-    ranks: int,
-    rank: int,
-    kv: KVBuffer,
-) -> HostTier:
-    """Open the host pages that all ranks of a cell share; raises `HostMemoryError`.
+    memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer, *, is_optional: bool = False
+) -> HostTier | None:
+    """Open the host pages that all ranks of a cell share.
 
-    The rank's KV memory holds nothing yet. `HostTier.begin` lets groups use the pages.
+    The rank's KV memory holds nothing yet. `HostTier.begin` lets groups use the pages. Raises
+    `HostMemoryError` if they are too few, `HostCopyError` or `DriverError` if the device cannot
+    copy them; returns None instead if they are optional, and then no group of this rank uses any.
     """
+    try:
+        return _open_tier(memory, ranks, rank, kv)
+    except (HostMemoryError, HostCopyError, DriverError) as error:
+        if not is_optional:
+            raise
+        log.warning("host_kv_off", rank=rank, reason=str(error))
+        return None
+
+
+def _open_tier(memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer) -> HostTier:
     geometry, device = kv.geometry, kv.raw.device
     layout = layout_of(len(memory), ranks, geometry.page_bytes)
     directory = HostDirectory(memoryview(memory), layout, rank, time.monotonic())

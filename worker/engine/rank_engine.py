@@ -312,7 +312,10 @@ class RankEngine:
                 "out --no-enable-prefix-caching, or --host-kv."
             )
         mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
-        tier = open_tier(mapped, spec.host_ranks, spec.rank, self.kv)
+        is_optional = spec.host_kv_is_optional
+        tier = open_tier(mapped, spec.host_ranks, spec.rank, self.kv, is_optional=is_optional)
+        if tier is None:
+            return None
         tier.validity = self.communicators.validity
         if tier.lanes is not None:
             self.mover = AfterStores(self.mover, tier.lanes.order_stores)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -138,6 +139,7 @@ class Launcher:
         self._pipe = ExitPipe()
         self._orders = OrderPipe()
         self._exit_reporter_pid = 0
+        self._is_host_kv_optional = False
         self._is_stopping = False
         self._is_renewing = False
         """Whether all ranks are ending and then restart together."""
@@ -157,6 +159,7 @@ class Launcher:
         self._start_exit_reporter()
         # vLLM may leave the prefix cache out for a model.
         has_hashes = bool(base.cache_config.enable_prefix_caching)
+        self._is_host_kv_optional = self._config.cell.host_kv_gib == "auto"
         self._config = with_host_kv(self._config, has_hashes=has_hashes)
         cell = self._config.cell
         if cell.host_kv_gib:
@@ -231,6 +234,7 @@ class Launcher:
             self._pipe.close()
             self._orders.close()
             spec = rank_spec(self._config, rank, cohort, self._memory, together, self._host_memory)
+            spec = replace(spec, host_kv_is_optional=self._is_host_kv_optional)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
         def tell(reason: str) -> None:

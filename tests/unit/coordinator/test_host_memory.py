@@ -72,13 +72,30 @@ def test_a_cgroup_limits_what_a_tenth_is_of(tmp_path: Path) -> None:
         ({"pod/memory.max": "10", "pod/memory.current": "11"}, 0),
         ({"memory/memory.limit_in_bytes": "70", "memory/memory.usage_in_bytes": "7"}, 63),
         ({"pod/one/memory.max": "9999", "memory.max": "20", "memory.current": "1"}, 19),
+        (
+            {
+                "pod/memory.max": "900",
+                "pod/memory.current": "850",
+                "pod/memory.stat": "anon 50\ninactive_file 800\n",
+            },
+            850,
+        ),
+        (
+            {
+                "memory/old/memory.limit_in_bytes": "70",
+                "memory/old/memory.usage_in_bytes": "7",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "8",
+            },
+            63,
+        ),
     ],
 )
 def test_a_cgroup_limits_what_is_free(
     tmp_path: Path, files: dict[str, str], left: int | None
 ) -> None:
     own = tmp_path / "own"
-    own.write_text("0::/pod/one\n")
+    own.write_text("4:memory,cpu:/old\n0::/pod/one\n")
     cgroups = tmp_path / "cgroups"
     for name, text in files.items():
         (cgroups / name).parent.mkdir(parents=True, exist_ok=True)

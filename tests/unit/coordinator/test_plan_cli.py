@@ -114,7 +114,9 @@ def test_host_memory_holds_tokens_of_all_ranks(capsys: pytest.CaptureFixture[str
     tokens = planned(capsys, *base, "--host-kv", "64")["host_kv_tokens"]
     assert tokens == pytest.approx(64 * 2**30 / (256 * 1024), rel=0.001)
     assert main(["plan", *base, "--host-kv", "64"]) == 0
-    assert f"{tokens:,} tokens of KV for all ranks; only CPU ranks" in capsys.readouterr().out
+    assert f"{tokens:,} tokens of KV for all ranks." in capsys.readouterr().out
+    for much in ("inf", "nan", "-1"):
+        assert "use at most 65536 (GiB)" in refusal(capsys, *base, f"--host-kv={much}")
     assert "give at least" in refusal(capsys, *base, "--host-kv", "0.001")
 
 

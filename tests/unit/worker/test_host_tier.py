@@ -1,6 +1,8 @@
 """One rank's copies of a step to and from host pages: what goes before what."""
 
+import mmap
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry
+from kvadaptor.host.layout import SHARES_MAX, HostMemoryError
 from kvadaptor.host.page_copies import PageCopies
 from worker.engine import host_lanes
-from worker.engine.host_kv import HostTier
+from worker.engine.block_sources import connect_sources
+from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.host_lanes import HostLanes
 from worker.engine.scheduling.block_copies import BlockCopies
 
@@ -79,3 +83,23 @@ def test_blocks_may_be_given_to_others_after_all_loads(member: Member) -> None:
     member.lanes.look()
     member.run(awaits=[0])
     assert member.kv == {4: 1, 5: 50, 6: 3}
+
+
+def test_a_rank_serves_without_host_pages_that_nobody_asked_for() -> None:
+    kv: Any = SimpleNamespace(geometry=GEOMETRY, raw=SimpleNamespace(device="cpu"))
+    with mmap.mmap(-1, 4_096) as memory:
+        with pytest.raises(HostMemoryError, match="hold no KV page"):
+            open_tier(memory, 2, 0, kv)
+        assert open_tier(memory, 2, 0, kv, is_optional=True) is None
+
+
+@pytest.mark.parametrize("width", [SHARES_MAX, 2 * SHARES_MAX])
+def test_groups_of_more_members_than_share_a_page_use_none(width: int, member: Member) -> None:
+    """`SHARES_MAX` members at most mark their shares of a page."""
+    sources: list[Any] = []
+    unused: Any = None
+    tier = HostTier(member.tier.directory, PageGeometry(1, 32, 1, 1, 1, 16), unused, unused)
+    mode: Any = SimpleNamespace(host=tier, lost=None, directory=None, ranks=(0,), width=width)
+    scheduler: Any = SimpleNamespace(block_size=16, use_connector=sources.append)
+    connect_sources(scheduler, mode)
+    assert len(sources) == (width == SHARES_MAX)
