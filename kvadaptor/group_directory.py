@@ -152,14 +152,17 @@ class GroupDirectory:
         with FENCE:
             self._intact[place] = formation
 
-    def give_up(self, rank: int, blocks: Numbers | None = None) -> None:
-        """Withdraw a member's marks of these (n,) blocks, or all; then their slots may change."""
+    def give_up(self, rank: int, blocks: Numbers | npt.NDArray[np.bool_] | None = None) -> None:
+        """Withdraw a member's marks of these blocks, or all; then their slots may change.
+
+        The blocks are (n,) numbers, or a mask of (B,).
+        """
         place = self.shape.ranks.index(rank)
         with FENCE:
             if blocks is None:
                 self._intact[place] = 0
             else:
-                self._marks[place, blocks] = 0
+                self._marks[place][blocks] = 0
         with FENCE:
             pass
 
@@ -176,11 +179,7 @@ class GroupDirectory:
         has_changed = np.repeat(changes, self.shape.slots_per_page)
         if self._slots is not None:
             has_changed = np.take(has_changed, self._slots[place])
-        marks = self._marks[place]
-        with FENCE:
-            np.multiply(marks, ~has_changed, out=marks)
-        with FENCE:
-            pass
+        self.give_up(rank, has_changed)
 
     # ------------------------------------------------------------------ readers
 

@@ -167,11 +167,6 @@ class PagePool:
         indices = self.lease_indices(group)
         return indices, self._leases[group][indices] if indices.size else indices
 
-    def pages_of(self, group: GroupKey, indices: Pages) -> Pages:
-        """Return the pages of lease indices; `PageError` for one that is not in use."""
-        self._check_leased(group, indices)
-        return self._leases.get(group, _NO_LEASE).take(indices)
-
     def groups(self) -> tuple[GroupKey, ...]:
         """Return the groups with a lease."""
         return tuple(self._leases)
@@ -186,11 +181,15 @@ class PagePool:
         self._check_leased(group, wanted)
         self.free_leased(group, self.lease_without(group, wanted))
 
-    def free_leased(self, group: GroupKey, indices: Pages) -> None:
-        """Free the pages of these lease indices; `PageError` for one not in use, or named twice."""
-        pages = self.pages_of(group, indices)
+    def free_leased(self, group: GroupKey, indices: Pages) -> Pages:
+        """Free the pages of these lease indices and return them, in their order.
+
+        Raises `PageError` for an index that is not in use, or named twice.
+        """
+        self._check_leased(group, indices)
+        pages = self._leases.get(group, _NO_LEASE).take(indices)
         if not indices.size:
-            return
+            return pages
         if not _all_differ(indices):
             raise PageError("a lease index is given up twice in one call.")
         self._release(pages)
@@ -199,6 +198,7 @@ class PagePool:
         if not self._sizes[group]:
             del self._leases[group], self._sizes[group]
         self.integrity()
+        return pages
 
     def lease_indices(self, group: GroupKey) -> Pages:
         """Return the lease indices in use, without index 0."""

@@ -48,15 +48,16 @@ class SlotTable:
             return
         first, last = int(indices[0]), int(indices[-1])
         if indices.size == last + 1 - first and (indices[1:] > indices[:-1]).all():
-            self._map(slice(first, last + 1), pages)
+            span = slice(first, last + 1)
+            self._leased[span] = True
+            self._write(span, pages)
             return
+        self._leased[indices] = True
         changed = self._page[indices] != pages
-        self._leased[indices] = True
-        self._map(indices[changed], pages[changed])
+        self._write(indices[changed], pages[changed])
 
-    def _map(self, indices: slice | npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
-        """Map lease indices; a slice of all the table takes a tenth of the time."""
-        self._leased[indices] = True
+    def _write(self, indices: slice | npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Write entries; those of a slice take a tenth of the time."""
         self._page[indices] = pages
         first = pages.astype(np.int32) * self.slots_per_page
         for slot in range(self.slots_per_page):

@@ -130,6 +130,7 @@ class Core:
         self._version = self._switcher.version
         """The version of the directives sent last."""
         self._is_context_known = True
+        """Whether the longest context is that of the ranks of now; `publish` looks it up."""
         parts = self._roster, self._switcher, self._pool, self._decisions, self._steering
         self.views = CoreViews(settings, *parts)
 

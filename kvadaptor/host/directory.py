@@ -105,13 +105,7 @@ class HostDirectory:
 
     def find(self, key: bytes) -> int | None:
         """Return a complete page of this block hash, as last refreshed; None if there is none."""
-        padded = _padded(key)
-        page = self._pages.get(padded)
-        if page is None or self._is_complete(page):
-            return page
-        return next(
-            (page for page in self._copies.get(padded, ()) if self._is_complete(page)), None
-        )
+        return next((page for page in self._known(key) if self._is_complete(page)), None)
 
     def pin(self, page: int, key: bytes) -> bool:
         """Keep a complete page of this hash from eviction; return False if it is one no more."""
@@ -169,12 +163,14 @@ class HostDirectory:
 
     def has(self, key: bytes) -> bool:
         """Return whether a complete page has this block, or one of the rank's own is to have it."""
+        pending = self._pending
+        return any(page in pending or self._is_complete(page) for page in self._known(key))
+
+    def _known(self, key: bytes) -> tuple[int, ...]:
+        """Return the pages that have this block or are to have it, as last refreshed."""
         padded = _padded(key)
         page = self._pages.get(padded)
-        if page is None:
-            return False
-        pages = (page, *self._copies.get(padded, ()))
-        return any(each in self._pending or self._is_complete(each) for each in pages)
+        return () if page is None else (page, *self._copies.get(padded, ()))
 
     def tags(self, pages: Sequence[int]) -> list[int]:
         """Return the tags with which members mark their shares of the rank's own pages."""

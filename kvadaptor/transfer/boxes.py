@@ -149,14 +149,10 @@ class DeviceBoxCopier:
         count = len(sources.addresses)
         if count > self._boxes.size:
             self._boxes, self._fields = np.empty(2 * count, BOX_FIELDS), ()
-        fields = (
-            *(sources.pitch, sources.height, sources.on_device),
-            *(targets.pitch, targets.height, targets.on_device, run_bytes, layers),
-        )
+        of_boxes = (run_bytes, 1, layers, _STREAM_ORDER, 0)
+        fields = (*self._fields_of(sources), *self._fields_of(targets), *of_boxes)
         if fields != self._fields:
-            of_boxes = (run_bytes, 1, layers, _STREAM_ORDER, 0)
-            self._boxes[:] = (*self._fields_of(sources), *self._fields_of(targets), *of_boxes)
-            self._fields = fields
+            self._boxes[:] = self._fields = fields
         boxes = self._boxes[:count]
         boxes["source_address"], boxes["target_address"] = sources.addresses, targets.addresses
         if waits:

@@ -140,6 +140,7 @@ class Launcher:
         self._orders = OrderPipe()
         self._exit_reporter_pid = 0
         self._is_host_kv_optional = False
+        """Whether nobody asked for host pages."""
         self._is_stopping = False
         self._is_renewing = False
         """Whether all ranks are ending and then restart together."""

@@ -256,11 +256,11 @@ class Leases:
             return
         mode = self._runtime.mode_of(group_of(key))
         assert mode.table is not None
+        freed = pool.free_leased(key, indices)
         if mode.directory is not None:
             # A migration may have filled the pages of several indices in another order.
-            mode.directory.give_up_pages(engine.spec.rank, pool.pages_of(key, indices))
+            mode.directory.give_up_pages(engine.spec.rank, freed)
         mode.table.unmap(indices)
-        pool.free_leased(key, indices)
 
     def _rescued(self, key: Key, mode: EngineMode, dropped: LeaseIndices) -> LeaseIndices:
         """Return which of these pages of a lease stay for now: a lost group's tasks need them.

@@ -6,6 +6,7 @@ safe points, so nothing here needs a lock.
 
 from collections.abc import Sequence
 
+import numpy as np
 import structlog
 
 from comm_pool.formations import PeerLostError
@@ -129,8 +130,8 @@ class GroupRuntime:
 
         The coordinator lists the lease `indices` to keep; a migration may have given some up.
         """
-        held = set(self.engine.pages.lease_indices(binding.group.lease_key).tolist())
-        indices = tuple(index for index in indices if index in held)
+        listed = np.array(indices, dtype=np.int64)
+        indices = tuple(self.engine.pages.in_use(binding.group.lease_key, listed).tolist())
         retention = self.leases.retentions.get(binding.group.lease_key)
         version = retention.version if retention is not None else -1
         meets = self.migration.meets_in(binding.group)
