@@ -4,12 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import structlog
 
 from coordinator.protocol.config import Config, ConfigError
 from coordinator.protocol.cores import CGROUPS, OWN_CGROUP, own_cgroups
-
-log = structlog.get_logger()
 
 GIB = 2**30
 KEEP_SHARE = 0.1
@@ -69,7 +66,6 @@ def with_host_kv(
         free = free_memory_bytes() if free_bytes is None else free_bytes
         wanted = min(whole * AUTO_SHARE, free * (1 - KEEP_SHARE))
     gib = wanted / GIB if wanted >= AUTO_MIN_BYTES else 0.0
-    log.info("host_kv_sized", gib=round(gib, 1), has_prefix_cache=has_hashes)
     cell = config.cell.model_copy(update={"host_kv_gib": gib})
     return config.model_copy(update={"cell": cell})
 

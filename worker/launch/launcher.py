@@ -163,6 +163,9 @@ class Launcher:
         self._is_host_kv_optional = self._config.cell.host_kv_gib == "auto"
         self._config = with_host_kv(self._config, has_hashes=has_hashes)
         cell = self._config.cell
+        if self._is_host_kv_optional:
+            gib = float(cell.host_kv_gib)
+            log.info("host_kv_sized", gib=round(gib, 1), has_prefix_cache=has_hashes)
         if cell.host_kv_gib:
             self._host_memory = CellMemory((host_kv_name(),))
         self._start(base, everyone(self._config), cell.dist_port)
