@@ -48,7 +48,8 @@ async def measure(options: argparse.Namespace, model: Path, arguments: list[str]
     )
     async with up as cell:
         print(f"started in {cell.start_s} s", flush=True)
-        return await SwitchRun(cell, options.ranks, plan, "reshard").measure()
+        layouts = f"dp{options.ranks}", f"tp{options.ranks}"
+        return await SwitchRun(cell, layouts, plan, "reshard").measure()
 
 
 def by_shape(result: Any, shapes: list[str]) -> dict[str, dict[str, dict[str, float]]]:

@@ -80,6 +80,12 @@ def whole_layers(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def two_modes(text: str) -> tuple[str, str]:
+    """Read two modes of aileron."""
+    first, _, second = text.partition(",")
+    return first, second
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -100,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     add("--whole-layers", type=whole_layers, default=0, help="layers of which each has all parts")
     add("--quantization", help="instead of the shape's own")
     add("--carry", default="pause", help="carry plans to switch with, several with commas")
+    add("--switch-modes", default="dp,tp", help="the two of --modes to switch between")
     add("--switches", type=int, help="per carry plan; 0 for none")
     add("--streams", type=int, help="running streams under switches")
     add("--switch-prompt", type=int, help="prompt tokens of those streams")
@@ -159,6 +166,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         modes=modes,
         has_slow_link=options.slow_link,
         carries=tuple(options.carry.split(",")),
+        switch_modes=two_modes(options.switch_modes),
         plan=plan_of(options, shape),
         memory_share=options.gpu_memory_utilization,
         quantization=options.quantization,

@@ -40,9 +40,9 @@ from tests.bench.gpu_shapes import (
 )
 from tests.bench.gpu_switches import SwitchRun
 
-PARTS = ("aileron", "static-dp", "static-tp", "static-default", "comm")
+PARTS = ("aileron", "static-dp", "static-tp", "static-pp", "static-default", "comm")
 """In this order: while the first is measured, the processes of the others import."""
-MODES = ("dp", "tp", "sp", "shift")
+MODES = ("dp", "tp", "sp", "shift", "pp")
 SLOW_LINK_PARTS = (1, 2, 4)
 """In how many parts sp steps may exchange where the link is slow."""
 START_LIMIT_S = 240
@@ -75,6 +75,8 @@ class Setup:
     parts: tuple[str, ...]
     modes: tuple[str, ...]
     """Of aileron, each over all ranks."""
+    switch_modes: tuple[str, str]
+    """Between which of them it switches."""
     has_slow_link: bool
     """NCCL may not use peer access, and vLLM's all-reduce over it is off."""
     carries: tuple[str, ...]
@@ -264,7 +266,8 @@ class Run:
         shares = [[gpu] for gpu in gpus] if width == 1 else [gpus]
         engines = []
         for number, share in enumerate(shares):
-            spec = {"model": str(self._model), "tp": width, "engine": options}
+            sizes = {"tp": 1, "pp": width} if part == "static-pp" else {"tp": width, "pp": 1}
+            spec = {"model": str(self._model), **sizes, "engine": options}
             env = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if setup.device == "cuda" else {}
             engines.append(StaticEngine(f"{part}-{number}", setup.folder, spec, env))
         return StaticServers(engines, width)
@@ -323,6 +326,7 @@ class Run:
             settings={
                 "exchange_parts": SLOW_LINK_PARTS if setup.has_slow_link else (1,),
                 "peer_access": "off" if setup.has_slow_link else "auto",
+                "pipelines": [f"pp{ranks}"] if "pp" in setup.modes else [],
                 **setup.weights,
             },
         ) as cell:
@@ -366,7 +370,8 @@ class Run:
         if not cell.is_alive:
             self.results["errors"][f"switches, {carry}"] = "not measured: the cell has ended"
             return
-        run = SwitchRun(cell, self._setup.ranks, self._plan, carry)
+        first, second = (f"{mode}{self._setup.ranks}" for mode in self._setup.switch_modes)
+        run = SwitchRun(cell, (first, second), self._plan, carry)
         work = asyncio.wait_for(run.measure(), SWITCH_LIMIT_S)
         result = await self._guard(f"switches, {carry}", work)
         if result is None:

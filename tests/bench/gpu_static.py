@@ -63,7 +63,10 @@ def preload(spec: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments = AsyncEngineArgs(
-        model=spec["model"], tensor_parallel_size=spec["tp"], **spec["engine"]
+        model=spec["model"],
+        tensor_parallel_size=spec["tp"],
+        pipeline_parallel_size=spec["pp"],
+        **spec["engine"],
     )
     return arguments.create_engine_config()
 

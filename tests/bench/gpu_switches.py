@@ -39,10 +39,10 @@ STEP_S = 0.005
 class SwitchRun:
     """One carry plan under load."""
 
-    def __init__(self, cell: RunningCell, ranks: int, plan: Plan, carry: str) -> None:
+    def __init__(self, cell: RunningCell, layouts: tuple[str, str], plan: Plan, carry: str) -> None:
         self._cell = cell
         self._client = cell.client
-        self._layouts = (f"dp{ranks}", f"tp{ranks}")
+        self._layouts = layouts
         self._plan = plan
         self._carry = carry
         self._numbers = itertools.count()
