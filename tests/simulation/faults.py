@@ -120,14 +120,13 @@ class Faults:
         self._now = 0
 
     def add_stages(self) -> None:
-        """Draw layouts with pipeline groups, and more tasks; no step runs on a device."""
+        """Draw layouts with pipeline groups, and more tasks."""
         self.pipelines = PIPELINES
         own = random.Random(f"{self.rng.getstate()} pipelines")
         both = (*LAYOUTS, *LAYOUTS_OF_STAGES, *LAYOUTS_OF_STAGES)
         few = [*own.sample(LAYOUTS_OF_STAGES, 2), *own.sample(LAYOUTS, own.choice((0, 1)))]
         self.layouts = own.choice((both, few, few))
         self.submit = own.choice((0.15, 0.4, 0.8))
-        self.spins = self.drains = False
 
     def calm(self) -> None:
         """Let clients submit and cancel, and operators switch; in some runs, ranks end at times."""

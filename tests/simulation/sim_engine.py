@@ -420,7 +420,7 @@ class SimEngine(FakeEngine):
             if not all(each.is_over for each in first.barriers):
                 break
             first.step.arrive(self.process.rank)
-            if not first.step.is_complete:
+            if not first.step.has_passed(self.process.rank):
                 break
             self.launched.popleft()
             first.run()
