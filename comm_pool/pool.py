@@ -25,7 +25,6 @@ from vllm.distributed.utils import create_tcp_store
 from comm_pool.cpu.cell_memory import CellMemory, link_name, plane_name, queue_name
 from comm_pool.cpu.plane_group import PlaneGroup
 from comm_pool.cpu.shared_plane import SharedPlane, plane_bytes
-from comm_pool.cpu.stage_link import StageLink, StageLinks, link_bytes
 from comm_pool.cpu.step_ring import StepRing, ring_bytes
 from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump, unblock, undivided
 from comm_pool.formations import Formations
@@ -33,6 +32,8 @@ from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, Staged, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 from comm_pool.ports import LOOPBACK
+from comm_pool.stages.group import StageGroup
+from comm_pool.stages.links import LinkEnd, MakesLink, StageLinks
 
 LOOPBACK_INTERFACE = "lo"
 
@@ -234,26 +235,27 @@ class CommunicatorPool:
             queue = StepRing(memory.map(queue_name(ranks), ring_bytes(width)), place, width)
         return plane, PlaneGroup(ranks, self._rank, plane, queue)
 
-    def connect_stages(self, staged: Staged) -> None:
+    def connect_stages(
+        self, staged: Staged, memory: CellMemory, link_bytes: int, make: MakesLink
+    ) -> None:
         """Connect the stages of a pipeline group, which shares all but its links with that of tp.
 
-        It needs memory that the ranks share.
+        Each link takes `link_bytes` of memory that the ranks share.
         """
-        whole, memory = self.of_width(staged.width), self._memory
-        assert memory is not None and whole.plane is not None and staged.tp == 1
-        plane, ranks = whole.plane, whole.ranks
-        stage = staged.pp - 1 - whole.rank_in_group
+        whole = self.of_width(staged.width)
+        assert staged.tp == 1
+        ranks, stage = whole.ranks, staged.pp - 1 - whole.rank_in_group
+        is_aborted = (whole.plane or self._formations).is_aborted
 
-        def link(first: int, *, sends: bool) -> StageLink:
-            mapped = memory.map(link_name(ranks, first), link_bytes())
-            return StageLink(mapped, self._formations, plane.is_aborted, sends=sends)
+        def link(first: int, *, sends: bool) -> LinkEnd:
+            mapped = memory.map(link_name(ranks, first), link_bytes)
+            return make(mapped, self._formations, is_aborted, sends=sends)
 
         links = StageLinks(
             link(stage - 1, sends=False) if stage > 0 else None,
             link(stage, sends=True) if stage < staged.pp - 1 else None,
         )
-        stages = PlaneGroup(ranks[::-1], self._rank, plane, None)
-        alone = self.of_width(1).group
+        stages, alone = StageGroup(ranks[::-1], self._rank), self.of_width(1).group
         self._staged[staged.width] = replace(whole, tp=alone, stages=stages, links=links)
 
     def join(self) -> None:
@@ -330,6 +332,8 @@ class CommunicatorPool:
         """
         # Survivors form subgroups of the ranks next, so these stay. Only this group uses the
         # strided groups of mixed shapes across it.
+        if len(ranks) in self._staged and (links := self._staged[len(ranks)].links) is not None:
+            links.release()
         mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
         ways = [each.aborter for each in (self.of(ranks), *mixed) if each.aborter is not None]
         if ways:

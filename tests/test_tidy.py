@@ -31,6 +31,7 @@ ENGINE_ADAPTERS = (
     "comm_pool/cpu/plane_group.py",
     "comm_pool/cuda/collective_abort.py",
     "comm_pool/pool.py",
+    "comm_pool/stages/group.py",
     "kvadaptor/translate.py",
     "kvadaptor/views.py",
 )

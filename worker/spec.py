@@ -40,6 +40,8 @@ class RankSpec:
     """The incarnations of the ranks that start together."""
     memory: CellMemory | None = None
     """The memory that all ranks of the cell share; on CPU."""
+    links: CellMemory | None = None
+    """The memory between the stages of pipeline groups where `memory` has none; on CUDA."""
     host_memory: CellMemory | None = None
     """The memory of the host pages, named `host_kv_name()`; None if there are none."""
     host_kv_bytes: int = 0
@@ -104,10 +106,12 @@ def rank_spec(
     memory: CellMemory | None,
     together: Mapping[Rank, int] | None = None,
     host_memory: CellMemory | None = None,
+    links: CellMemory | None = None,
 ) -> RankSpec:
     """Return the spec of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
 
-    `together` gives the incarnations of the cohort, `host_memory` that of the cell's host pages.
+    `together` gives the incarnations of the cohort, `host_memory` that of the cell's host pages,
+    `links` that of its pipeline groups, which CUDA ranks need.
     """
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
@@ -130,6 +134,7 @@ def rank_spec(
         cohort=cohort.number,
         together=together or {},
         memory=memory,
+        links=links,
         host_memory=host_memory,
         host_kv_bytes=host_kv_bytes(config.cell),
         host_ranks=config.cell.ranks,

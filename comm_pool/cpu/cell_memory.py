@@ -128,13 +128,6 @@ def cell_memory(
 ) -> CellMemory:
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
-    links = (
-        link_name(ranks, stage)
-        for staged in set(pipelines)
-        for ranks in aligned
-        if len(ranks) == staged.width
-        for stage in range(staged.pp - 1)
-    )
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_rank = (
         mailbox_name,
@@ -149,4 +142,18 @@ def cell_memory(
     directories = (directory_name(ranks) for ranks in (*alone, *aligned))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     queues = (queue_name(ranks) for ranks in aligned)
+    links = link_names(world, widths, pipelines)
     return CellMemory((*of_ranks, *directories, *planes, *queues, *links))
+
+
+def link_names(
+    world: int, widths: Collection[int], pipelines: Collection[Staged]
+) -> tuple[str, ...]:
+    """Name the memory of all links between the stages of pipeline groups."""
+    return tuple(
+        link_name(ranks, stage)
+        for staged in set(pipelines)
+        for ranks in communicator_plan(world, widths)
+        if len(ranks) == staged.width
+        for stage in range(staged.pp - 1)
+    )

@@ -8,7 +8,6 @@ the ring is full. The memory outlives its members, like that of `SharedPlane`.
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -72,6 +71,9 @@ class StageLink:
             self._others_count()  # Bytes from a sender that has left this formation are void.
             self._publish()
 
+    def release(self) -> None:
+        """See `LinkEnd`; both ends look whether the formation is aborted."""
+
     def _cut(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Begin a message of contiguous tensors in the formation of now; yield its bytes."""
         formation = self._formations.formation
@@ -106,11 +108,3 @@ class StageLink:
             time.sleep(NAP_S)
         with FENCE:
             pass
-
-
-@dataclass(frozen=True, slots=True)
-class StageLinks:
-    """The links of one pipeline stage: the first has none before it, the last none after it."""
-
-    before: StageLink | None
-    after: StageLink | None

@@ -112,7 +112,7 @@ def measure_steps(
                     continue
                 samples[size].append(_timed_step(runner, mode, size, device))
         medians = {size: median(of_size) for size, of_size in samples.items()}
-        curves[mode] = fitted(medians if stages is None else _slowest(medians, stages))
+        curves[mode] = fitted(medians if stages is None else _slowest(medians, stages, device))
     runner.use(runner.modes[0])
     paces = {
         mode: pace_tokens(curves[mode].points, us, runner.prompt_graph_sizes(mode))
@@ -122,9 +122,11 @@ def measure_steps(
     return StepTimes(width, curves, runner.graphed_tokens, floors, hiding)
 
 
-def _slowest(seconds: Mapping[int, float], stages: GroupCoordinator) -> dict[int, float]:
+def _slowest(
+    seconds: Mapping[int, float], stages: GroupCoordinator, device: torch.device
+) -> dict[int, float]:
     """Return the times of the slowest stage, by tokens; a collective of all."""
-    own = torch.tensor(list(seconds.values()))
+    own = torch.tensor(list(seconds.values()), device=device)
     of_all = stages.all_gather(own).view(-1, len(seconds))
     return dict(zip(seconds, of_all.max(dim=0).values.tolist(), strict=True))
 

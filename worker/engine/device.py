@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
-from comm_pool.cpu.stage_link import StageLinks
 from comm_pool.layout import StepMode
+from comm_pool.stages.links import StageLinks
 
 log = structlog.get_logger()
 
@@ -150,13 +150,12 @@ def make_runner(
 ) -> Any:
     """Return the runner of one width: model runner V2 on CUDA, V1 on CPU, with one interface.
 
-    Steps in the modes `borrowing` read weights from peers. `links` are those of a pipeline stage,
-    which only CPU ranks have.
+    Steps in the modes `borrowing` read weights from peers. `links` are those of a pipeline stage.
     """
     if device.type == "cuda":
         from worker.engine.runners.gpu import GpuModeRunner
 
-        return GpuModeRunner(config, device, trees, borrowing)
+        return GpuModeRunner(config, device, trees, borrowing, links)
     from worker.engine.runners.cpu import ModeRunner
 
     return ModeRunner(config, device, trees, links)

@@ -45,6 +45,7 @@ from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
+from worker.engine.pipelines import connect_pipelines
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
@@ -101,8 +102,7 @@ class RankEngine:
             memory=spec.memory,
             rehearses=spec.joins,
         )
-        for staged in spec.pipelines:
-            self.communicators.connect_stages(staged)
+        connect_pipelines(self.communicators, spec, self.device)
         notes.note("communicators")
         progress("weights", 0, 1)
         self.keys = _keys_of(spec)

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import structlog
 
-from comm_pool.cpu.cell_memory import CellMemory, cell_memory, host_kv_name
+from comm_pool.cpu.cell_memory import CellMemory, cell_memory, host_kv_name, link_names
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.cell_tls import cell_tls_of
@@ -132,6 +132,8 @@ class Launcher:
         )
         self._memory: CellMemory | None = None
         """The shared memory of the last cohort of all ranks."""
+        self._links: CellMemory | None = None
+        """The memory between the stages of pipeline groups of CUDA ranks that started last."""
         self._host_memory: CellMemory | None = None
         """The memory of the host pages, which outlives renewals."""
         self._cohort = 0
@@ -188,7 +190,7 @@ class Launcher:
 
         def run() -> None:
             os.close(self._pipe.writer)
-            for memory in (self._memory, self._host_memory):
+            for memory in (self._memory, self._links, self._host_memory):
                 if memory is not None:
                     memory.close()
             tls = cell_tls_of(self._config.cell_tls)
@@ -216,10 +218,13 @@ class Launcher:
         self._send_status()
 
     def _renew_memory(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
+        for memory in (self._memory, self._links):
+            if memory is not None:
+                memory.close()
         if self._shares_memory:
             self._memory = memory_of(self._config)
+        else:
+            self._links = links_of(self._config)
 
     def _start_rank(
         self, base: EngineConfig, rank: Rank, cohort: Cohort, together: Mapping[Rank, int]
@@ -237,7 +242,8 @@ class Launcher:
         def run() -> None:
             self._pipe.close()
             self._orders.close()
-            spec = rank_spec(self._config, rank, cohort, self._memory, together, self._host_memory)
+            own = self._memory, together, self._host_memory, self._links
+            spec = rank_spec(self._config, rank, cohort, *own)
             spec = replace(spec, host_kv_is_optional=self._is_host_kv_optional)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
@@ -409,16 +415,23 @@ def memory_of(config: Config) -> CellMemory:
     return cell_memory(cell.ranks, cell.widths, config.mixed_groups(), pipelines)
 
 
+def links_of(config: Config) -> CellMemory:
+    """Make the memory between pipeline stages of CUDA ranks; call it before they are forked."""
+    cell = config.cell
+    return CellMemory(link_names(cell.ranks, cell.widths, config.pipeline_groups()))
+
+
 def probe(config: Config) -> int:
     """Build all ranks' engines, print the memory that each uses, and end; for `aileron doctor`."""
     base = replica_config(config)
     prepare_launcher(base)
     ranks = everyone(config)
     cohort = Cohort(0, ranks, config.cell.dist_port)
-    memory = memory_of(config) if config.cell.device == "cpu" else None
+    is_cpu = config.cell.device == "cpu"
+    memory, links = (memory_of(config), None) if is_cpu else (None, links_of(config))
 
     def run(rank: Rank) -> None:
-        engine = build_engine(base, rank_spec(config, rank, cohort, memory))
+        engine = build_engine(base, rank_spec(config, rank, cohort, memory, links=links))
         announce(
             "rank_probed",
             rank=rank,

@@ -5,8 +5,8 @@ next step meanwhile. Without such a device, a step lasts from its launch, or fro
 step before it if that is later, to the moment at which the host finds it over. A step that takes a
 multiple or a fraction of the median of its size is left out: it hit something else, such as a page
 fault or a compile. Steps that took no longer than their loans are counted apart. A step of a
-pipeline group counts with the time of one stage: as long as it takes from the end of the step
-before it, if all stages have work.
+pipeline group counts with the time of one stage: by the device's clock, or as long as it takes from
+the end of the step before it, if all stages have work.
 """
 
 from dataclasses import dataclass

@@ -125,7 +125,8 @@ class Steps:
         self._planned: deque[InflightStep] = deque()
         """The steps of a led pipeline group that stages before this rank's compute, oldest first.
 
-        The leader has the last stage: each is a deferred step, computed when its turn has come.
+        The leader has the last stage: where steps run synchronously, each is a deferred step,
+        computed when its turn has come.
         """
         self.count = self.sp_count = 0
         self.log = StepLog()
@@ -226,8 +227,12 @@ class Steps:
                     self._runtime.return_outgrown(group)
                 break
             self._runtime.lead(Step(binding.formation, plan))
-            self._count(plan)
-            later = DeferredStep(mode.ready(plan), binding, self._runtime.host)
+            if self._runtime.engine.is_synchronous:
+                self._count(plan)
+                later = DeferredStep(mode.ready(plan), binding, self._runtime.host)
+            else:
+                # The device waits for what the stage before gives this one.
+                later = self.execute(mode, plan)
             self._planned.append(
                 InflightStep(plan, later, self._now_ns(), mode, group, epoch, binding.formation)
             )

@@ -3,6 +3,7 @@ groups a rank closes to get out of a formation."""
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import read_mixed
 from comm_pool.pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
+from comm_pool.stages.links import StageLinks
 
 
 class Mailbox:
@@ -104,7 +106,33 @@ def pool_of_rank_0(ways: dict[str, Any]) -> Any:
     }
     pool.closed = ()
     pool._pump = None
+    pool._staged = {}
     return pool
+
+
+class End:
+    """An end of a link that counts how often it was released."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_the_links_of_a_lost_pipeline_group_are_released_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "unblock", lambda *_: None)
+    pool = pool_of_rank_0({"tp2": "tp2", "tp4": "tp4"})
+    four = tuple(map(Rank, range(4)))
+    before, after = End(), End()
+    links = StageLinks(cast(Any, before), cast(Any, after))
+    pool._staged = {4: replace(pool.of(four), links=links)}
+    pool.unblock(four[:2], lambda: True)
+    assert (before.released, after.released) == (0, 0)
+    for _ in range(3):
+        pool.unblock(four, lambda: True)
+    assert (before.released, after.released) == (3, 3)
 
 
 def test_a_rank_closes_a_lost_group_and_no_group_of_a_part_of_it(

@@ -32,12 +32,16 @@ def collections_go_on() -> Iterator[None]:
 class Group:
     """A pipeline group whose leader steps; followers read their queues when a test lets them."""
 
-    def __init__(self, binding: Binding = PAIR, budget: int = 96) -> None:
+    def __init__(
+        self, binding: Binding = PAIR, budget: int = 96, *, on_device: bool = False
+    ) -> None:
         ranks = binding.group.ranks
         cell = FakeCell(len(ranks), budget=budget, pipelines=PIPELINES)
         self.binding = binding
         self.streams: dict[str, list[int]] = {}
         self.members = [FakeRank(cell, rank, self.streams) for rank in ranks]
+        for each in self.members:
+            each.engine.is_synchronous = not on_device
         self.leader, *self.followers = self.members
         for each in self.followers:
             each.runtime.join(binding)
@@ -99,8 +103,25 @@ def test_stages_have_a_step_each_and_the_leader_computes_the_oldest() -> None:
     assert [len(each.parts) for each in group.sent()] == [1, 1, 1, 1, 2]
 
 
-def test_tokens_come_out_in_the_order_of_the_steps() -> None:
-    group = Group(budget=10)
+def test_a_device_is_given_all_steps_at_once() -> None:
+    """It waits for the stage before, so the leader has to wait for tokens alone."""
+    group = Group(binding_of(0, 4, 4, stages=4), budget=10, on_device=True)
+    group.place("a", "b", "c", "d", "e")
+    group.leader.step()
+    engine, mode = group.leader.engine, group.leader.engine.of_width(4, 4)
+    assert group.tasks_in_flight == [["b"], ["c"], ["d"]]
+    assert (mode.computed, len(engine.launched)) == (1, 3)
+    assert [group.streams.get(name) is not None for name in "abcde"] == [True] + [False] * 4
+    group.leader.step()
+    assert group.tasks_in_flight == [["c"], ["d"], ["a", "e"]]
+    assert group.leader.runtime.steps.count == 5, "each counts once"
+    group.leader.runtime.steps.finish_inflight()
+    assert (mode.computed, len(engine.launched)) == (5, 0)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tokens_come_out_in_the_order_of_the_steps(*, on_device: bool) -> None:
+    group = Group(budget=10, on_device=on_device)
     names = ("a", "b", "c")
     group.place(*names)
     while group.leader.runtime.has_work:
@@ -112,6 +133,8 @@ def test_tokens_come_out_in_the_order_of_the_steps() -> None:
         prompt = group.prompt(number)
         assert group.streams[name] == [token_at(prompt, 10 + each) for each in range(3)]
     assert [len(each.runtime.book) for each in group.members] == [0, 0]
+    for each in group.followers:
+        each.engine.finish_steps()
     computed = {each.engine.of_width(2, 2).computed for each in group.members}
     assert len(computed) == 1, "every stage computes every step"
 

@@ -23,8 +23,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
-from comm_pool.cpu.stage_link import StageLinks
 from comm_pool.layout import StepMode
+from comm_pool.stages.links import StageLinks
 from kvadaptor.views import KVBuffer
 from worker.engine.calibrate import CPU_TOKENS_MAX
 from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_lists, listed

@@ -8,6 +8,7 @@ trees computes a step, each with its own graphs.
 import copy
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -17,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
@@ -25,8 +27,10 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
+from comm_pool.stages.links import StageLinks
 from kvadaptor.views import KVBuffer
 from worker.engine.config import sparse
+from worker.engine.runners.gpu_stage import StageTraffic, StepTokens
 from worker.engine.runners.workspace import lock_workspace, open_workspace
 from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, give_lists
 from worker.engine.scheduling.token_rows import take_arrays
@@ -138,6 +142,11 @@ def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
     return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % shares == 0]
 
 
+def _share_memory(some: IntermediateTensors, others: IntermediateTensors) -> bool:
+    """Return whether tensors of the same names begin at the same places."""
+    return all(each.data_ptr() == others[name].data_ptr() for name, each in some.tensors.items())
+
+
 def _shares(mode: StepMode, width: int) -> int:
     """Return into how many token shares a mode of sp's kind divides a step."""
     return mode.sp if isinstance(mode, Mixed) else width
@@ -152,10 +161,12 @@ class GpuModeRunner(GPUModelRunner):
         device: torch.device,
         trees: Mapping[StepMode, nn.Module],
         borrowing: Collection[StepMode] = (),
+        links: StageLinks | None = None,
     ) -> None:
         """All `trees` compute the same step; vLLM's own set-up sees the first.
 
-        Those of the modes `borrowing` read weights from peers.
+        Those of the modes `borrowing` read weights from peers. `links` are those of a pipeline
+        stage.
         """
         super().__init__(config, device)
         self._borrowing = frozenset(borrowing)
@@ -176,6 +187,10 @@ class GpuModeRunner(GPUModelRunner):
         self._launched = torch.cuda.Event()
         """Recorded after all that was launched here."""
         self.load_model(model=self._trees[self._first])
+        self._traffic: StageTraffic | None = None
+        if links is not None:
+            self.pp_handler = StepTokens(self.req_states, device, is_last=self.is_last_pp_rank)
+            self._traffic = StageTraffic(links, self.intermediate_tensors)
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
         """Use the rank's buffer as the KV cache of this width."""
@@ -189,7 +204,7 @@ class GpuModeRunner(GPUModelRunner):
         """Return vLLM's own manager for the first tree; graphs replay without reading `model`."""
         own = self.cudagraph_manager
         assert own is not None
-        if mode is self._first:
+        if mode == self._first:
             return own
         return self._own_manager(self._sp_sizes(mode, width), own.cudagraph_mode)
 
@@ -275,7 +290,7 @@ class GpuModeRunner(GPUModelRunner):
 
     def prompt_graph_sizes(self, mode: StepMode) -> Sequence[int]:
         """Return the sizes in tokens of the graphs for steps that read prompts in this mode."""
-        if self._prompt_graphs is None or mode is not self._first:
+        if self._prompt_graphs is None or mode != self._first:
             return ()
         return self._prompt_sizes()
 
@@ -283,7 +298,7 @@ class GpuModeRunner(GPUModelRunner):
         """Compute in this mode from now on; modes of a width share all but tree and graphs."""
         self.model = self._trees[mode]
         if self._graphs:
-            reads_prompts &= mode is self._first and self._prompt_graphs is not None
+            reads_prompts &= mode == self._first and self._prompt_graphs is not None
             self.cudagraph_manager = self._prompt_graphs if reads_prompts else self._graphs[mode]
             prompt_limits = (self.graphed_tokens, PROMPT_SPLITS_MAX)
             for builder in self._split_builders:
@@ -305,14 +320,41 @@ class GpuModeRunner(GPUModelRunner):
             give_arrays(step, known)
         else:
             give_lists(step)
+        tokens = step.total_num_scheduled_tokens
+        received = self._begin_stage(step, tokens)
         times = DeviceTimes()
-        output = self.execute_model(step)
-        result = self.sample_tokens(grammar) if output is None else output
+        output = self.execute_model(step, received)
+        result = self.sample_tokens(grammar) if self.execute_model_state is not None else output
+        if self._traffic is not None and tokens:
+            self._end_stage(self._traffic, output, tokens)
         self._launched.record()
         times.end()
         if hasattr(result, "get_output"):
             result.device_times = times
         return result
+
+    def _begin_stage(self, step: SchedulerOutput, tokens: int) -> IntermediateTensors | None:
+        """Let a step of a pipeline stage wait for its activations; return their buffers."""
+        if self._traffic is None:
+            return None
+        self.pp_handler.take(step)
+        is_graphed = tokens <= self._graph_tokens_max
+        received = self._traffic.begin(tokens, is_graphed=is_graphed)
+        if received is not None:
+            # vLLM copies what it is given to these, which is no copy then.
+            self.intermediate_tensors = received
+        return received
+
+    def _end_stage(self, traffic: StageTraffic, output: Any, tokens: int) -> None:
+        sent = output if isinstance(output, IntermediateTensors) else None
+        reused = getattr(self.cudagraph_manager, "intermediate_tensors", None)
+        is_reused = sent is not None and reused is not None and _share_memory(sent, reused)
+        traffic.end(sent, tokens, is_reused=is_reused)
+
+    @property
+    def _graph_tokens_max(self) -> int:
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+        return max(self.graphed_tokens, max(sizes, default=0))
 
     def forget_tasks(self) -> None:
         """Forget all tasks: some were left in mid-step, perhaps before sampling."""
@@ -378,7 +420,9 @@ class GpuModeRunner(GPUModelRunner):
             # Large enough for NCCL; custom all-reduce takes the small messages.
             self._dummy_run(self.max_num_tokens)
         self.use(self._first)
-        warmup_kernels(self, self.execute_model, self.sample_tokens)
+        # All but the first pipeline stage take activations.
+        execute = partial(self.execute_model, intermediate_tensors=self.intermediate_tensors)
+        warmup_kernels(self, execute, self.sample_tokens)
         lock_workspace()
         # Sampling for the maximum number of tasks took a gigabyte that is not needed soon.
         torch.accelerator.empty_cache()

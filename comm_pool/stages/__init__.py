@@ -1,0 +1,1 @@
+"""The pipeline stages of a group: their order, and what connects them."""

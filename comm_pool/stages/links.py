@@ -1,0 +1,59 @@
+"""What connects the pipeline stages of a group. Memory and devices differ, the words do not.
+
+A link is a ring of pieces in memory that two stages map: the stage before writes, the one after
+reads, and each counts its pieces in a word of its own. `comm_pool.cpu.stage_link` has the one of
+CPU ranks, `worker.engine.runners.stage_link` that of CUDA ranks.
+"""
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from comm_pool.formations import Formations
+
+
+class LinkEnd(Protocol):
+    """One end of a link; of `send` and `receive` it has one.
+
+    Both raise `PeerLostError` if the formation of now was aborted.
+    """
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors of any shapes to the next stage."""
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill contiguous tensors of the same shapes and types with what the stage before sends."""
+
+    def release(self) -> None:
+        """Let what waits for the other end in an aborted formation go on; any thread."""
+
+
+class MakesLink(Protocol):
+    """Makes an end of a link over mapped memory, whose formation of now `formations` has."""
+
+    def __call__(
+        self,
+        memory: mmap.mmap,
+        formations: Formations,
+        is_aborted: Callable[[int], bool],
+        *,
+        sends: bool,
+    ) -> LinkEnd:
+        """`is_aborted` tells of the group's aborted formations."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """The links of one pipeline stage: the first has none before it, the last none after it."""
+
+    before: LinkEnd | None
+    after: LinkEnd | None
+
+    def release(self) -> None:
+        """Release both."""
+        for end in (self.before, self.after):
+            if end is not None:
+                end.release()

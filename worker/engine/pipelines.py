@@ -1,0 +1,23 @@
+"""Connects the stages of the pipeline groups that a rank prepares."""
+
+from functools import partial
+
+import torch
+
+from comm_pool.cpu.stage_link import StageLink, link_bytes
+from comm_pool.pool import CommunicatorPool
+from worker.engine.runners.stage_link import device_link_bytes, make_device_link
+from worker.spec import RankSpec
+
+
+def connect_pipelines(
+    communicators: CommunicatorPool, spec: RankSpec, device: torch.device
+) -> None:
+    """Give each pipeline group its links, over memory that its ranks share."""
+    for staged in spec.pipelines:
+        if spec.memory is not None:
+            communicators.connect_stages(staged, spec.memory, link_bytes(), StageLink)
+        else:
+            assert spec.links is not None
+            make = partial(make_device_link, device)
+            communicators.connect_stages(staged, spec.links, device_link_bytes(), make)
