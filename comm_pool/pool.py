@@ -146,7 +146,7 @@ class CommunicatorPool:
         self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
-        self._staged: dict[int, Communicator] = {}
+        self._staged: dict[Staged, Communicator] = {}
         # As vLLM's worker does: groups read it when they are made.
         parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         with set_current_vllm_config(config):
@@ -240,23 +240,25 @@ class CommunicatorPool:
     ) -> None:
         """Connect the stages of a pipeline group, which shares all but its links with that of tp.
 
-        Each link takes `link_bytes` of memory that the ranks share.
+        The ranks of a stage are an aligned group, which sums. Each link takes `link_bytes` of
+        memory that the ranks share.
         """
         whole = self.of_width(staged.width)
-        assert staged.tp == 1
-        ranks, stage = whole.ranks, staged.pp - 1 - whole.rank_in_group
+        above, part = divmod(whole.rank_in_group, staged.tp)
+        ranks, stage = whole.ranks, staged.pp - 1 - above
         is_aborted = (whole.plane or self._formations).is_aborted
 
         def link(first: int, *, sends: bool) -> LinkEnd:
-            mapped = memory.map(link_name(ranks, first), link_bytes)
+            mapped = memory.map(link_name(ranks, staged, first, part), link_bytes)
             return make(mapped, self._formations, is_aborted, sends=sends)
 
         links = StageLinks(
             link(stage - 1, sends=False) if stage > 0 else None,
             link(stage, sends=True) if stage < staged.pp - 1 else None,
         )
-        stages, alone = StageGroup(ranks[::-1], self._rank), self.of_width(1).group
-        self._staged[staged.width] = replace(whole, tp=alone, stages=stages, links=links)
+        stages = StageGroup(ranks[part :: staged.tp][::-1], self._rank)
+        summing = self.of_width(staged.tp).group
+        self._staged[staged] = replace(whole, tp=summing, stages=stages, links=links)
 
     def join(self) -> None:
         """Compute together with the others in wide groups from now on."""
@@ -272,7 +274,7 @@ class CommunicatorPool:
     def of_width(self, width: int, stages: int = 1) -> Communicator:
         """Return the communicator of this rank's aligned group of that width and stages."""
         if stages > 1:
-            return self._staged[width]
+            return self._staged[Staged(stages, width // stages)]
         return next(c for c in self._by_ranks.values() if c.width == width)
 
     def reducing(self, mixed: Mixed) -> Communicator:
@@ -332,8 +334,9 @@ class CommunicatorPool:
         """
         # Survivors form subgroups of the ranks next, so these stay. Only this group uses the
         # strided groups of mixed shapes across it.
-        if len(ranks) in self._staged and (links := self._staged[len(ranks)].links) is not None:
-            links.release()
+        for staged, each in self._staged.items():
+            if staged.width == len(ranks) and each.links is not None:
+                each.links.release()
         mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
         ways = [each.aborter for each in (self.of(ranks), *mixed) if each.aborter is not None]
         if ways:

@@ -75,9 +75,12 @@ def queue_name(ranks: Sequence[int]) -> str:
     return "-".join(("queue", *map(str, ranks)))
 
 
-def link_name(ranks: Sequence[int], stage: int) -> str:
-    """Name the memory of the link from a pipeline stage of these ranks to the next one."""
-    return "-".join(("link", *map(str, ranks), f"from{stage}"))
+def link_name(ranks: Sequence[int], staged: Staged, stage: int, part: int = 0) -> str:
+    """Name the memory of the link from a pipeline stage of these ranks to the next one.
+
+    Members with the same part of the weights are linked.
+    """
+    return "-".join(("link", *map(str, ranks), str(staged), f"from{stage}", f"part{part}"))
 
 
 def mailbox_name(rank: int) -> str:
@@ -151,9 +154,10 @@ def link_names(
 ) -> tuple[str, ...]:
     """Name the memory of all links between the stages of pipeline groups."""
     return tuple(
-        link_name(ranks, stage)
+        link_name(ranks, staged, stage, part)
         for staged in set(pipelines)
         for ranks in communicator_plan(world, widths)
         if len(ranks) == staged.width
         for stage in range(staged.pp - 1)
+        for part in range(staged.tp)
     )

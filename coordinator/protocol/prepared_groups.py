@@ -74,11 +74,6 @@ def pipeline_groups(cell: Cell, groups: Iterable[Group]) -> tuple[Staged, ...]:
         except StagedError as error:
             raise ValueError(f"cell.pipelines: {error}") from error
     for staged in sorted(named):
-        if staged.tp > 1:
-            raise ValueError(
-                f"{staged} has stages of several ranks, which no engine runs yet: use "
-                f"'pp{staged.width}'."
-            )
         if cell.device != "cpu":
             raise ValueError(
                 f"{staged} is a pipeline group, which only CPU ranks run yet: use "
@@ -89,7 +84,7 @@ def pipeline_groups(cell: Cell, groups: Iterable[Group]) -> tuple[Staged, ...]:
                 f"{staged} is a pipeline group, which needs all of the weights on each rank: use "
                 f"'tp{staged.width}', or leave out --weight-parts."
             )
-        _require_widths("pipelines", staged, {staged.width}, cell.widths)
+        _require_widths("pipelines", staged, {staged.width, staged.tp} - {1}, cell.widths)
     return tuple(sorted(named))
 
 

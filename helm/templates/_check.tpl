@@ -62,9 +62,7 @@
 {{- $count := 0 -}}
 {{- range $part := splitList "+" $cell.layout -}}
 {{- if hasPrefix "pp" $part -}}
-{{- if contains "tp" $part -}}
-{{- fail (printf "config.cell.layout %s has stages of several ranks, which no engine runs yet: name another layout." $cell.layout) -}}
-{{- else if ne (dig "device" "cpu" $cell) "cpu" -}}
+{{- if ne (dig "device" "cpu" $cell) "cpu" -}}
 {{- fail (printf "config.cell.layout %s has a pipeline group, which only CPU ranks run yet: name another layout." $cell.layout) -}}
 {{- else if gt (int (dig "weight_parts" 1 $cell)) 1 -}}
 {{- fail (printf "config.cell.layout %s has a pipeline group, which needs all of the weights on each rank: name another layout, or leave out config.cell.weight_parts." $cell.layout) -}}
@@ -74,6 +72,10 @@
 {{- $width := 1 -}}
 {{- range $number := $numbers }}{{ $width = mul $width (int $number) }}{{ end -}}
 {{- $count = add $count $width -}}
+{{- $stage := ternary (last $numbers) "1" (and (hasPrefix "pp" $part) (contains "tp" $part)) -}}
+{{- if and (ne $stage "1") (not (has $stage (splitList "," (join "," $cell.widths)))) -}}
+{{- fail (printf "config.cell.layout %s has stages of %s ranks: add %s to config.cell.widths, or name another layout." $cell.layout $stage $stage) -}}
+{{- end -}}
 {{- $wide := and (not (hasPrefix "dp" $part)) (not (hasPrefix "off" $part)) (gt (int $width) 1) -}}
 {{- if and $wide (not (has (toString $width) (splitList "," (join "," $cell.widths)))) -}}
 {{- fail (printf "config.cell.layout %s has a group of %d ranks: add %d to config.cell.widths, or name another layout." $cell.layout $width $width) -}}

@@ -44,8 +44,8 @@ ROUNDS = 2
 AT_ONCE = 24
 FEW_PAGES_BYTES = 12 << 20
 """Less than the tasks need together, so vLLM preempts some in every mode."""
-LAYOUTS = ("dp4", "pp4", "tp4", "pp2+pp2", "sp4", "pp2+dp2", "tp2+pp2", "dp2+tp2")
-CROSSED = ("pp4", "tp4", "pp2+pp2", "sp4", "pp4", "pp2+dp2", "dp4")
+LAYOUTS = ("dp4", "pp4", "tp4", "pp2+pp2", "sp4", "pp2tp2", "pp2+dp2", "tp2+pp2", "pp2tp2")
+CROSSED = ("pp4", "pp2tp2", "tp4", "pp2+pp2", "pp2tp2", "sp4", "pp4", "pp2+dp2", "dp4")
 CROSSING = 8
 CROSSING_PROMPT, CROSSING_TOKENS = 50, 160
 PLANS = ("reshard", "reshard", "pause", "recompute", "drain")
@@ -64,7 +64,7 @@ def cell(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare
         ranks=4,
         engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         model=model,
-        limits={"pipelines": ["pp2", "pp4"]},
+        limits={"pipelines": ["pp2", "pp4", "pp2tp2"]},
         # Two long pauses in a row would let a task that waits for pages seem to hang.
         pause_limit_ms=5_000,
     ) as running:
@@ -125,7 +125,7 @@ async def test_nothing_is_computed_again_while_pages_suffice(cell: BareCell) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["pp2+pp2", "pp4"])
+@pytest.mark.parametrize("layout", ["pp2+pp2", "pp4", "pp2tp2"])
 async def test_vllms_own_pipeline_computes_the_same(
     layout: str, cell: BareCell, model: Path, tmp_path: Path
 ) -> None:

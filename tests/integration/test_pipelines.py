@@ -34,8 +34,8 @@ pytestmark = pytest.mark.ranks
 PIPELINES: dict[str, Any] = {"pipelines": ["pp2"]}
 OFTEN = ("olmo-2", "gemma-2")
 PARAMS: dict[str, Any] = {"logprobs": 1, "ignore_eos": True}
-STAGES = {3: "first", 1: "third", 0: "last"}
-"""The stage of each rank that is killed in pp4."""
+STAGES = {3: ("pp4", "first"), 1: ("pp4", "third"), 0: ("pp4", "last"), 2: ("pp2tp2", "first")}
+"""The layout in which each rank is killed, and its stage there."""
 
 
 def probe_errors(folder: Path) -> dict[str, float]:
@@ -69,43 +69,46 @@ async def test_family(family: Family, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 async def test_no_stream_notices_that_stages_die(tmp_path: Path, record_property: Any) -> None:
-    """The first, a middle and the last stage, each in mid-stream; each comes back into pp4."""
-    limits, model = {"pipelines": ["pp4", "pp2"]}, model_of("four-layers", tmp_path)
+    """The first, a middle and the last stage, and one of two ranks of a stage, in mid-stream.
+
+    Each comes back into its group.
+    """
+    limits, model = {"pipelines": ["pp4", "pp2tp2"]}, model_of("four-layers", tmp_path)
     folder = tmp_path / "cell"
     folder.mkdir()
     with four_ranks(folder, model=model, limits=limits) as cell:
         client = TaskClient()
         async with client.connected(cell):
             calm = await client.finish(*submit(client, "calm", **PARAMS))
-        for rank, stage in STAGES.items():
-            cell.switch("pp4", "reshard")
-            streams = await through_loss(cell, f"{stage} stage", rank)
+        for rank, (layout, stage) in STAGES.items():
+            cell.switch(layout, "reshard")
+            streams = await through_loss(cell, f"{stage} stage of {layout}", layout, rank)
             assert tokens_of(streams) == tokens_of(calm)
             differences = [
                 np.abs(np.subtract(each.logprobs, other.logprobs)).max()
                 for each, other in zip(streams, calm, strict=True)
             ]
             assert max(differences) < FP32_TOLERANCE
-            pause_s = tell_pauses(f"{stage} stage", streams)
-            record_property("summary", f"{stage} of four stages lost: pause {pause_s:.2f} s")
+            pause_s = tell_pauses(f"{stage} stage of {layout}", streams)
+            record_property("summary", f"{stage} stage of {layout} lost: pause {pause_s:.2f} s")
             assert pause_s < cell.config.cell.step_limit_ms / 2e3
             until(cell, "whole", all_serve)
-            took_s = until(cell, "in pp4 again", serves("pp4"))
-            print(f"pp4 again {took_s:.1f} s after all ranks serve")
-            back(cell, f"{stage} stage")
+            took_s = until(cell, f"in {layout} again", serves(layout))
+            print(f"{layout} again {took_s:.1f} s after all ranks serve")
+            back(cell, f"{stage} stage of {layout}")
             async with client.connected(cell):
                 again = await client.finish(*submit(client, f"after {rank}", **PARAMS))
             assert tokens_of(again) == tokens_of(calm)
         assert "rank_stuck" not in cell.log("worker")
 
 
-async def through_loss(cell: BareCell, tag: str, rank: int) -> list[Stream]:
+async def through_loss(cell: BareCell, tag: str, layout: str, rank: int) -> list[Stream]:
     """Kill a rank in the middle of all streams; returns them at their end."""
     client, before = TaskClient(), pids_of(cell)
     async with client.connected(cell):
         names = submit(client, tag, **PARAMS)
         await begun(client, names)
-        assert serves("pp4")(cell)
+        assert serves(layout)(cell)
         seen_s = await asyncio.to_thread(kill, cell, rank, before[rank])
         unfinished = sum(not client.streams[name].finished for name in names)
         streams = await client.finish(*names)

@@ -1,6 +1,7 @@
 """What goes wrong, and how often; drawn once per seed, so that some runs are mild, some wild."""
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
@@ -27,12 +28,26 @@ LAYOUTS_OF_BLOCKS = tuple(
     each for each in LAYOUTS_OF_PARTS if all(g.width == NARROWEST_OF_PARTS for g in each.groups)
 )
 """The same where those that are started again have no communicators with the others."""
-PIPELINES = Staged(2, 1), Staged(4, 1)
-LAYOUTS_OF_STAGES = tuple(
+PIPELINES = Staged(2, 1), Staged(4, 1), Staged(2, 2)
+PAIRS_WIDTH = 4
+
+
+def _in_pairs(layout: Layout) -> Layout:
+    """Make pp2tp2 of each group of four stages."""
+    return Layout(
+        tuple(
+            replace(each, tp=2) if each.mode is Mode.PP and each.width == PAIRS_WIDTH else each
+            for each in layout.groups
+        )
+    )
+
+
+_STAGED_LAYOUTS = tuple(
     each
     for each in supported_layouts(8, (1, 2, 4), (Mode.DP, Mode.TP, Mode.PP))
     if any(group.mode is Mode.PP for group in each.groups)
 )
+LAYOUTS_OF_STAGES = tuple(dict.fromkeys((*_STAGED_LAYOUTS, *map(_in_pairs, _STAGED_LAYOUTS))))
 """Those with pipeline groups."""
 LONG_DRAIN_MS = 60_000
 """A limit that comes after the run: nothing waits for tasks that cannot end."""

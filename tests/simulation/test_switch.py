@@ -67,7 +67,7 @@ FOUND_BY = {
     "blocks keep their entries": 45,
     "entries come back as they were": 463,
     "a found place is always there": 2,
-    "groups are left with planned steps": 7,
+    "groups are left with planned steps": 2,
     "only the oldest planned step is finished": 55,
     "planned steps outlive their formation": 3,
     "pp and tp of the same ranks have one lease": 8,

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from comm_pool.layout import Mode
+from comm_pool.mixed import Staged
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
 from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, cpu_kv_bytes
@@ -213,19 +214,21 @@ class ModeKey:
 
     mode: Mode
     width: int
-
-    @property
-    def stages(self) -> int:
-        """The pipeline stages of its groups; 1 if they are no pipeline groups."""
-        return self.width if self.mode is Mode.PP else 1
+    stages: int = 1
+    """The pipeline stages of its groups; 1 if they are no pipeline groups."""
 
     @property
     def split(self) -> Split:
         """How its groups divide KV."""
-        return Split(self.stages, self.width // self.stages)
+        return Split(self.stages, self.tp)
+
+    @property
+    def tp(self) -> int:
+        """The parts in which its groups, or each of their stages, divide the weights."""
+        return self.width // self.stages
 
     def __str__(self) -> str:
-        return f"{self.mode}{self.width}"
+        return str(Staged(self.stages, self.tp)) if self.stages > 1 else f"{self.mode}{self.width}"
 
 
 SPARSE_SIZES = (1, 8, 32, 128)
@@ -268,11 +271,10 @@ def mode_config(
     """
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
-    tp = key.width // key.stages
-    config.parallel_config.tensor_parallel_size = tp
+    config.parallel_config.tensor_parallel_size = key.tp
     config.parallel_config.pipeline_parallel_size = key.stages
     # A rank's share of experts is a range of whole experts (worker/engine/weights/moe.py).
-    config.parallel_config.enable_expert_parallel = tp > 1 and base.model_config.is_moe
+    config.parallel_config.enable_expert_parallel = key.tp > 1 and base.model_config.is_moe
     config.cache_config = copy.copy(base.cache_config)
     config.cache_config.kv_cache_layout = layout
     config.compilation_config = copy.copy(base.compilation_config)

@@ -70,7 +70,7 @@ def _keys_of(spec: RankSpec) -> tuple[ModeKey, ...]:
     """Return dp and tp of every further width, ascending, then the pipeline groups."""
     widths, pipelines = modes_widths(spec), spec.pipelines
     plain = (ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in widths)
-    return (*plain, *(ModeKey(Mode.PP, each.width) for each in pipelines))
+    return (*plain, *(ModeKey(Mode.PP, each.width, each.pp) for each in pipelines))
 
 
 def _of_process(spec: RankSpec) -> tuple[int, int, int, bool]:
@@ -433,7 +433,7 @@ class RankEngine:
     def of_width(self, width: int, stages: int = 1) -> PreparedMode:
         """Return the prepared mode for groups of this width and number of pipeline stages."""
         narrow = Mode.DP if width == 1 else Mode.TP
-        return self.modes[ModeKey(Mode.PP if stages > 1 else narrow, width)]
+        return self.modes[ModeKey(Mode.PP if stages > 1 else narrow, width, stages)]
 
     def select(self, width: int, formation: int = 0, stages: int = 1) -> PreparedMode:
         """Make vLLM's layers in this process compute in such groups, for a formation."""

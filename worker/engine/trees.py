@@ -223,7 +223,7 @@ class TreeBuilder:
         progress(len(wider), max(1, len(wider)))
         for key in self.keys:
             if key.stages > 1:
-                made[key] = {Staged(key.stages): self._stage_tree(key, replica)}
+                made[key] = {Staged(key.stages, key.tp): self._stage_tree(key, replica)}
         firsts = ((next(iter(made[key].values())), self.configs[key]) for key in self.keys)
         fused = sum(fuse_rope(tree, config) for tree, config in firsts)
         for key in wider:
@@ -249,12 +249,15 @@ class TreeBuilder:
         return tree
 
     def _stage_tree(self, key: ModeKey, replica: nn.Module) -> nn.Module:
-        """Build the tree of this rank's pipeline stage: layers of the replica, and nothing else."""
+        """Build the tree of this rank's stage: layers of the replica, or a part of each."""
         config = self.configs[key]
         activate(self.communicators.of_width(key.width, key.stages))
+        place = self.communicators.of_width(key.tp).rank_in_group
         with set_current_vllm_config(config):
-            tree = build_stage_tree(config, replica, shards=self.spec.widest)
-            self._prove(tree, replica, 1, 0)
+            tree = build_stage_tree(
+                config, replica, shards=self.spec.widest, width=key.tp, rank_in_group=place
+            )
+            self._prove(tree, replica, key.tp, place)
         self._require_views(str(key), tree, replica)
         return tree
 

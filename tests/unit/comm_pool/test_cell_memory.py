@@ -117,12 +117,14 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
 
 def test_a_cell_has_a_link_between_all_neighbouring_stages() -> None:
     plain = cell_memory(8, (1, 2, 4, 8), ())
-    memory = cell_memory(8, (1, 2, 4, 8), (), (Staged(2), Staged(4), Staged(2)))
+    mixed = Staged(2, 2)
+    memory = cell_memory(8, (1, 2, 4, 8), (), (Staged(2), Staged(4), Staged(2), mixed))
     pairs, quads = [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)]
-    wanted = [link_name(pair, 0) for pair in pairs]
-    wanted += [link_name(quad, stage) for quad in quads for stage in range(3)]
+    wanted = [link_name(pair, Staged(2), 0) for pair in pairs]
+    wanted += [link_name(quad, Staged(4), stage) for quad in quads for stage in range(3)]
+    wanted += [link_name(quad, mixed, 0, part) for quad in quads for part in range(2)]
     assert len(set(wanted)) == len(wanted)
-    assert link_name((4, 5), 0) == "link-4-5-from0"
+    assert link_name((4, 5), Staged(2), 0) == "link-4-5-pp2-from0-part0"
     assert set(memory._files) - set(plain._files) == set(wanted)
     assert set(plain._files) <= set(memory._files)
     for each in (plain, memory):

@@ -18,7 +18,7 @@ from comm_pool import pool as pool_module
 from comm_pool.cuda.collective_abort import GUARD_NAME, CallGate
 from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Rank
-from comm_pool.mixed import read_mixed
+from comm_pool.mixed import Staged, read_mixed
 from comm_pool.pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
 from comm_pool.stages.links import StageLinks
 
@@ -127,7 +127,7 @@ def test_the_links_of_a_lost_pipeline_group_are_released_each_time(
     four = tuple(map(Rank, range(4)))
     before, after = End(), End()
     links = StageLinks(cast(Any, before), cast(Any, after))
-    pool._staged = {4: replace(pool.of(four), links=links)}
+    pool._staged = {Staged(2, 2): replace(pool.of(four), links=links)}
     pool.unblock(four[:2], lambda: True)
     assert (before.released, after.released) == (0, 0)
     for _ in range(3):

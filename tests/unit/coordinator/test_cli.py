@@ -124,7 +124,7 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--layout", "tp3"], "width 3"),
         (["--layout", "dp9"], "--layout: layout 'dp9' covers more than 2 ranks"),
         (["--layout", "pp2", "--weight-parts", "2"], "pp2 is a pipeline group, which needs all"),
-        (["--ranks", "4", "--layout", "pp2tp2"], "pp2tp2 has stages of several ranks, which no"),
+        (["--ranks", "4", "--widths", "1,4", "--layout", "pp2tp2"], "'pp2tp2' sums in groups of 2"),
         (["--pipelines", "tp2"], "^--pipelines: 'tp2' is not a pipeline group, such as 'pp2'"),
         (["--ranks", "4", "--widths", "1,4", "--pipelines", "pp2"], "needs groups 2 wide"),
         (["--ranks", "0"], "at least one rank"),

@@ -54,14 +54,16 @@ def test_mixed_groups_are_no_pipeline_groups() -> None:
             "cell.pipelines: 'tp4' is not a pipeline group, such as 'pp2'.",
         ),
         (
-            CellOptions(pipelines=("pp2tp2",)),
+            CellOptions(widths=(1, 4), pipelines=("pp2tp2",)),
             "dp8",
-            "pp2tp2 has stages of several ranks, which no engine runs yet: use 'pp4'.",
+            "cell.pipelines: pp2tp2 needs groups 2 wide: add that to cell.widths (--widths), or "
+            "leave it out.",
         ),
         (
-            CellOptions(),
+            CellOptions(widths=(1, 2, 8)),
             "pp2tp4",
-            "pp2tp4 has stages of several ranks, which no engine runs yet: use 'pp8'.",
+            "cell.pipelines: pp2tp4 needs groups 4 wide: add that to cell.widths (--widths), or "
+            "leave it out.",
         ),
         (
             CellOptions(device="cuda", pipelines=("pp4",)),

@@ -195,10 +195,13 @@ def build_tp_tree(
     return tree.eval()
 
 
-def build_stage_tree(config: VllmConfig, replica: nn.Module, *, shards: int) -> nn.Module:
+def build_stage_tree(
+    config: VllmConfig, replica: nn.Module, *, shards: int, width: int, rank_in_group: int
+) -> nn.Module:
     """Build one more tree of the model class for a stage of vLLM's active pipeline group.
 
-    It has the replica's own layers, a range of them, and no byte besides.
+    It has a range of the replica's layers, or the rank's part of each in a stage `width` ranks
+    wide, and no byte besides.
     """
     model, stages = config.model_config, config.parallel_config.pipeline_parallel_size
     layers = model.get_total_num_hidden_layers()
@@ -212,7 +215,8 @@ def build_stage_tree(config: VllmConfig, replica: nn.Module, *, shards: int) -> 
             f"{stages} pipeline stages do not divide the {layers} layers of this model: leave "
             f"pp{stages} out of --pipelines."
         )
-    return build_tp_tree(config, replica, shards=shards, width=1, rank_in_group=0)
+    own = {"width": width, "rank_in_group": rank_in_group}
+    return build_tp_tree(config, replica, shards=shards, **own)
 
 
 def _set_aside(tree: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
