@@ -6,6 +6,7 @@ each device's link are busy. Counters beside the staging order that. Nobody need
 which would go through the host as well (NCCL: 24 GB/s each way, a copy engine 50).
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.boxes import BoxCopier, Boxes, Copying, make_box_copier, register
 from kvadaptor.transfer.grid import Grid, grid_of, own_part, stats_of
 from kvadaptor.transfer.move_stats import MoveStats
+from kvadaptor.transfer.peer_processes import PeerProcesses
 from kvadaptor.transfer.peers import (
+    PeerMappingError,
     allocate,
     attempt,
     gather_all,
@@ -38,6 +41,8 @@ STAGING_BYTES = 256 << 20
 HALVES = 2
 COUNTER_BYTES = 4_096
 POLL_S = 0.00002
+LOOK_S = 0.01
+"""How often a rank that waits for peers looks whether they have ended."""
 
 Counters = npt.NDArray[np.int64]
 
@@ -81,8 +86,13 @@ class Staging:
 class _Flow(Protocol):
     """The units of a round between this rank and one peer, in one direction."""
 
+    peer: int
+
     def advance(self) -> bool:
         """Do what can be done now; return whether all is over."""
+
+    def end(self) -> None:
+        """Wait for the copies under way, and begin no other: the peer has ended."""
 
 
 @dataclass(slots=True)
@@ -122,6 +132,12 @@ class _Pieces:
         sides = (own, staged) if outward else (staged, own)
         self.copying.append(copier.copy(*sides, grid.unit_bytes, grid.slots.layers))
         self.started += 1
+
+    def end(self) -> None:
+        """See `_Flow`."""
+        while self.copying:
+            self.end_copies()
+            time.sleep(POLL_S)
 
     def end_copies(self) -> bool:
         """Count the copies that are over; return whether there are any."""
@@ -170,10 +186,16 @@ class HostMover:
     is_one_sided = False
 
     def __init__(
-        self, raw: torch.Tensor, geometry: PageGeometry, own: int, staging: Mapping[int, Staging]
+        self,
+        raw: torch.Tensor,
+        geometry: PageGeometry,
+        own: int,
+        staging: Mapping[int, Staging],
+        processes: PeerProcesses,
     ) -> None:
-        """`staging` is that of all ranks, by rank; `own` is this one."""
+        """`staging` is that of all ranks, by rank, of which `own` is this one."""
         self._raw, self._geometry = raw, geometry
+        self._processes = processes
         self.staging, self.own = staging, staging[own]
         self.outward, self.inward = (make_box_copier(raw.device, priority=-1) for _ in range(2))
         self._copier = make_copier(geometry.num_layers, raw.device)
@@ -198,7 +220,8 @@ class HostMover:
         """Send other ranks' units and receive this rank's; all ranks of the round must call it.
 
         Raises `MoveError` for units out of range on this rank, or if the staging memory is too
-        small for one unit.
+        small for one unit. So it does if a peer's process ends meanwhile, once all is over between
+        this rank and the others.
         """
         started = time.perf_counter()
         grid = grid_of(self._geometry, finest)
@@ -217,12 +240,29 @@ class HostMover:
                 flows.append(flow)
         if local is not None:
             self._copier.copy([grid.between(self._raw, local, self._raw)], grid.unit_bytes)
-        while flows:
-            flows = [flow for flow in flows if not flow.advance()]
-            time.sleep(POLL_S)
+        lost = self._run(flows)
         self._copier.finish()
+        if lost:
+            names = ", ".join(f"rank {rank}" for rank in sorted(lost))
+            raise MoveError(f"{names} ended during the move: its tasks are computed again.")
         seconds = time.perf_counter() - started
         return stats_of(mine, self.own.owner, grid.whole_bytes, seconds)
+
+    def _run(self, flows: list[_Flow]) -> set[int]:
+        """Carry out all flows but those of peers that have ended; return these."""
+        lost: set[int] = set()
+        looks_at = time.perf_counter() + LOOK_S
+        while flows:
+            flows = [flow for flow in flows if not flow.advance()]
+            if (now := time.perf_counter()) >= looks_at:
+                looks_at = now + LOOK_S
+                lost |= {flow.peer for flow in flows if self._processes.has_ended(flow.peer)}
+                for flow in flows:
+                    if flow.peer in lost:
+                        flow.end()
+                flows = [flow for flow in flows if flow.peer not in lost]
+            time.sleep(POLL_S)
+        return lost
 
     def quota(self, grid: Grid) -> int:
         """Return the number of units of a piece."""
@@ -253,11 +293,18 @@ def connect(
     if mapped.refusal is not None:
         return None, mapped.refusal
     staging = {rank: Staging(rank, each, world) for rank, each in mapped.memory.items()}
+    pids = gather_all(os.getpid(), cpu_group)
+    del pids[own]
+    opened = attempt(lambda: PeerProcesses(pids))
+    failure = opened if isinstance(opened, PeerMappingError) else None
+    refusal = refusal_of(gather_all(failure, cpu_group))
+    if isinstance(opened, PeerMappingError) or refusal is not None:
+        return None, refusal
     if raw.device.type == "cuda":
         refusal = refusal_of(gather_all(attempt(lambda: _register(staging, own)), cpu_group))
         if refusal is not None:
             return None, refusal
-    return HostMover(raw, geometry, own, staging), None
+    return HostMover(raw, geometry, own, staging, opened), None
 
 
 def _register(staging: Mapping[int, Staging], own: int) -> None:

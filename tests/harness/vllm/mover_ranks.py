@@ -5,6 +5,8 @@ Imports no vLLM, so that the same runs on any machine with torch.
 
 import multiprocessing
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry, Split
+from kvadaptor.transfer import host_mover
 from kvadaptor.transfer.host_mover import connect
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover, make_mover
 from kvadaptor.transfer.peers import allocate, map_peers
-from kvadaptor.transfer.rounds import Mover, Round
+from kvadaptor.transfer.rounds import MoveError, Mover, Round
 
 GEOMETRY = PageGeometry(
     num_layers=4, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype_bytes=2, tokens_per_slot=4
@@ -240,6 +243,39 @@ def move_often(world: World, moves: int) -> dict[str, Any]:
         "named": [line for line in regions if "/dev/shm" in line and "/sem.mp-" not in line],
         "shared": sum("memfd:aileron-kv" in line for line in regions),
     }
+
+
+def lose_the_last(world: World, pages: int, is_begun: bool) -> tuple[str, bool]:
+    """Move through the host while the last rank ends, before its part or in the middle of it.
+
+    Returns what the mover says, and whether all that does not come from the last rank is right.
+    """
+    last, finest = world.size - 1, FINEST[0]
+    raw = allocate(pages * GEOMETRY.page_bytes, world.device)
+    mover, reason = connect(raw, GEOMETRY, world.cpu_group, staging_bytes=8192 * last)
+    assert mover is not None, reason
+    mover.warm(UNITS)
+    _fill(raw, content(world.rank, pages))
+    copies = random_round([pages] * world.size, 7)
+    world.barrier()
+    if world.rank == last:
+        if is_begun:
+            host_mover.POLL_S = 0.02
+            threading.Thread(target=mover.move, args=(copies, finest), daemon=True).start()
+            time.sleep(0.1)
+        return "", True
+    try:
+        mover.move(copies, finest)
+    except MoveError as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    wanted = expected(copies, [pages] * world.size, world.rank)
+    found = raw.cpu().numpy()
+    for _, target in zip(*(each.tolist() for each in copies[world.rank][last]), strict=True):
+        place = _place(target, finest)
+        by_unit(wanted, finest)[place] = by_unit(found, finest)[place]
+    return said, bool(np.array_equal(found, wanted))
 
 
 def choose(world: World, peer_access: bool) -> tuple[str, str | None]:

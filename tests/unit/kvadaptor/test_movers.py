@@ -13,6 +13,7 @@ import torch
 from kvadaptor.geometry import Split
 from kvadaptor.transfer.host_mover import COUNTER_BYTES, HostMover, Staging
 from kvadaptor.transfer.movers import ExchangeMover, PeerMover
+from kvadaptor.transfer.peer_processes import PeerProcesses
 from kvadaptor.transfer.peers import allocate
 from kvadaptor.transfer.rounds import MoveError, Round, by_source
 from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier, Regions
@@ -23,6 +24,7 @@ from tests.harness.vllm.mover_ranks import (
     choose,
     content,
     expected,
+    lose_the_last,
     move_both_ways,
     move_often,
     random_round,
@@ -162,12 +164,31 @@ def test_all_ranks_get_the_fastest_mover_that_works(*, peer_access: bool) -> Non
     assert run_ranks(2, choose, peer_access) == [wanted] * 2
 
 
+@pytest.mark.parametrize("is_begun", [False, True], ids=["before its part", "in it"])
+def test_a_peer_that_ends_in_a_move_through_the_host_keeps_nobody(*, is_begun: bool) -> None:
+    """All that others exchange is moved, and then each of them says who has ended."""
+    *others, _ = run_ranks(3, lose_the_last, 400, is_begun)
+    said = "rank 2 ended during the move: its tasks are computed again."
+    assert others == [(said, True)] * 2
+
+
+def test_a_process_has_ended_once_nobody_runs_it() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    peers = PeerProcesses({1: os.getpid(), 2: child.pid})
+    assert not any(map(peers.has_ended, (0, 1, 2)))
+    child.kill()
+    child.wait()
+    assert [peers.has_ended(rank) for rank in (0, 1, 2)] == [False, False, True]
+    with pytest.raises(ProcessLookupError):
+        PeerProcesses({2: child.pid})
+
+
 def test_staging_of_the_host_below_one_unit_is_refused() -> None:
     raw, _ = alone()
     small = allocate(COUNTER_BYTES + 100, CPU)
     staging = {rank: Staging(rank, small, 2) for rank in range(2)}
     with pytest.raises(MoveError, match="staging are too few"):
-        HostMover(raw, GEOMETRY, 0, staging).warm(1)
+        HostMover(raw, GEOMETRY, 0, staging, PeerProcesses({})).warm(1)
 
 
 def test_a_plan_is_split_by_source() -> None:

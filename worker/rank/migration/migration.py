@@ -19,6 +19,7 @@ from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
 from kvadaptor.reshard.terms import ReshardError
 from kvadaptor.transfer.mailbox import GAVE_UP, MailboxFullError, RankMailbox
+from kvadaptor.transfer.rounds import MoveError
 from worker.rank.engine import EngineMode, EngineScheduler
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (
@@ -228,7 +229,7 @@ class Migration:
             own.finish_round(GAVE_UP)
             self.adopted = ()
             raise
-        except (MoveFailedError, ReshardError) as error:
+        except (MoveFailedError, MoveError, ReshardError) as error:
             log.warning("move_failed", epoch=epoch, reason=str(error))
             self._fail()
         except Exception:
