@@ -26,7 +26,7 @@ from typing import Any
 from tests.bench.gpu_report import write_report
 from tests.bench.gpu_run import MODES, PARTS, Run, Setup, prepare_environment
 from tests.bench.gpu_servers import nvidia_smi
-from tests.bench.gpu_shapes import DEMO, KINDS, SHAPES, Load, plan_for
+from tests.bench.gpu_shapes import DEMO, DEMO_OF_STAGES, KINDS, SHAPES, Load, plan_for
 from tests.harness.cells.servers import ROOT
 from tests.harness.runs.provenance import commit, today
 
@@ -221,7 +221,7 @@ def main() -> None:
     if options.report:
         print(write_report(options.report))
         return
-    known = {*SHAPES, DEMO}
+    known = {*SHAPES, DEMO, DEMO_OF_STAGES}
     if unknown := set(options.shape.split(",")) - known:
         sys.exit(f"unknown shape {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if unknown := set(options.modes.split(",")) - set(MODES):

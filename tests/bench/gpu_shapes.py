@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Of aileron and, on equal terms, of static vLLM: full CUDA graphs for decode, no torch.compile."""
@@ -75,7 +75,8 @@ SHAPE_OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3-70b-fp8": {"quantization": "fp8_per_tensor"},
     "llama-3-70b-fp8-short": {"quantization": "fp8_per_tensor"},
 }
-DEMO = "demo"
+DEMO, DEMO_OF_STAGES = "demo", "four-layers"
+"""For dry runs on CPU: the model that ships, and a random one that pipeline stages divide."""
 
 
 KINDS = ("ttft", "tpot", "saturated")
@@ -144,7 +145,7 @@ SATURATED_LARGE = (48, 32)
 
 def plan_for(shape: str, quick: bool) -> Plan:
     """Sizes for a shape; `quick` measures every phase once or twice, to see that all of it runs."""
-    if shape == DEMO:
+    if shape in (DEMO, DEMO_OF_STAGES):
         plan = Plan(
             ttft={16: 2, 128: 2},
             tpot={1: 32, 4: 16},
@@ -216,8 +217,8 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 def write_shape(name: str, folder: Path) -> Path:
     """Write the named model's configuration into a folder of its own and return it."""
-    if name == DEMO:
-        return MODEL
+    if name in (DEMO, DEMO_OF_STAGES):
+        return model_of(name, folder)
     model = folder / name
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
