@@ -1,6 +1,7 @@
 """Copies between a rank's KV memory and host pages: which slots, and where they lie.
 
-A share of a host page is one slot of the rank's memory, so both are boxes: per layer one run.
+A share of a host page is one slot of the rank's memory, so both are boxes: per layer one run. The
+share of a pipeline stage has the stage's layers alone.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Slots
 from kvadaptor.transfer.boxes import Boxes, Copying, make_box_copier
 
 
@@ -17,10 +18,10 @@ class PageCopies:
     """Shares of host pages and the slots of a rank that hold the same KV, (n,) of either.
 
     `slots` tile a page of the rank's group, `share` is which of a host page's shares it has, and
-    `numbers` are the rank's slots as its kernels number them: `slots` · page + slot.
+    `numbers` are the rank's slots as its kernels number them (`Slots.first_blocks`).
     """
 
-    slots: int
+    slots: Slots
     share: int
     numbers: Sequence[int]
     pages: Sequence[int]
@@ -50,12 +51,14 @@ class PageCopier:
         `waits`: and after all that the caller has launched.
         """
         geometry, pitch = self._geometry, self._geometry.layer_page_bytes
-        run_bytes = pitch // copies.slots
+        slots, size = copies.slots, geometry.page_bytes
+        row, column = divmod(copies.share, slots.columns)
+        run_bytes = pitch // slots.columns
         # A step mostly fills a few blocks: arrays would cost more than they save.
-        at, first = self._kv.data_ptr(), self._address + copies.share * run_bytes
+        at = self._kv.data_ptr()
+        first = self._address + row * slots.layers * pitch + column * run_bytes
         addresses = [number * run_bytes + at for number in copies.numbers]
         own = Boxes(addresses, pitch, self._own_pages, self._on_device)
-        size = geometry.page_bytes
         host = Boxes([page * size + first for page in copies.pages], pitch, 1, on_device=False)
         sides = (host, own) if self._loads else (own, host)
-        return self._copier.copy(*sides, run_bytes, geometry.num_layers, waits=waits)
+        return self._copier.copy(*sides, run_bytes, slots.layers, waits=waits)

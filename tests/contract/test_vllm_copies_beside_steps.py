@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from comm_pool.layout import Rank
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
 from kvadaptor.host.page_copies import PageCopies
@@ -37,6 +37,7 @@ from worker.engine.scheduling.step_plan import StepPlan
 SEEDS = 12
 TURNS = 220
 TASKS_MAX = 7
+RANKS, SPLIT = (Rank(0), Rank(1)), Split(1, 2)
 GRANT = (1, 2)
 """Two pages, of four blocks each: tasks are preempted, and blocks are free for a moment."""
 PROMPTS = (5, 20, 33, 40, 70, 100, 135)
@@ -247,7 +248,7 @@ class World:
                 gives.add(name)
         works = []
         for number, (member, tier) in enumerate(zip(self.members, self.tiers, strict=True)):
-            begin, after = tier.copies(copies, (Rank(0), Rank(1)), number, None)
+            begin, after = tier.copies(copies, RANKS, SPLIT, number, None)
             begin()
             works.append(member.launch(partial(self._compute, member, spans)))
             after()

@@ -17,7 +17,7 @@ def connect_sources(scheduler: ModeScheduler, mode: PreparedMode) -> None:
     """Let a scheduler's tasks load and store blocks, and enter those that they fill."""
     sources: list[BlockSource] = []
     host, pages, ahead = mode.host, None, None
-    if host is not None and host.geometry.slots_per_page(mode.width) > SHARES_MAX:
+    if host is not None and host.geometry.slots(mode.key.split).count > SHARES_MAX:
         host = None
     if mode.lost is not None and mode.directory is not None:
         scheduler.use_directory(mode.directory)
@@ -36,7 +36,7 @@ def _rules(mode: PreparedMode, host: HostTier) -> StoreRules:
     """Return how groups of a mode use host pages."""
     return StoreRules(
         ranks=mode.ranks,
-        shares=host.geometry.slots_per_page(mode.width),
+        shares=host.geometry.slots(mode.key.split).count,
         is_aside=host.is_aside,
         is_sooner=partial(host.is_sooner, mode),
         goes_ahead=partial(host.goes_ahead, mode),

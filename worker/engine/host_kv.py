@@ -1,4 +1,4 @@
-"""A rank's access to the cell's KV pages in host memory: it copies its heads of whole blocks.
+"""A rank's access to the cell's KV pages in host memory: it copies its share of whole blocks.
 
 On CPU a rank copies within the step that loads or fills the blocks, so a block whose tokens a
 client has seen is in the host page even if the rank ends with its next instruction. On CUDA it
@@ -17,10 +17,11 @@ import structlog
 import torch
 
 from comm_pool.layout import Rank
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout, HostMemoryError, layout_of
 from kvadaptor.host.page_copies import PageCopier, PageCopies
+from kvadaptor.shares import share_of
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.boxes import (
     HostCopyError,
@@ -107,6 +108,7 @@ class HostTier:
         self,
         step: BlockCopies,
         ranks: Sequence[Rank],
+        split: Split,
         member: int,
         table: SlotTable | None,
     ) -> Calls:
@@ -114,17 +116,16 @@ class HostTier:
 
         The slots are those of now.
         """
-        width = len(ranks)
-        slots = self.geometry.slots_per_page(width)
-        share = member * slots // width
-        is_writer = member * slots % width == 0  # Of ranks with the same head, the first writes.
+        own = share_of(self.geometry, split, member)
+        share = own.number
 
         def of(blocks: list[int], pages: list[int]) -> PageCopies:
             numbers = blocks if table is None or not blocks else table.slots(blocks)
-            return PageCopies(slots, share, numbers, pages)
+            return PageCopies(own.slots, share, numbers, pages)
 
         loads = of(step.load_blocks, step.load_pages)
-        stores = of(step.store_blocks, step.store_pages) if is_writer else of([], [])
+        # Of ranks with the same head, the first writes.
+        stores = of(step.store_blocks, step.store_pages) if own.is_first else of([], [])
 
         def complete() -> None:
             self.stored_bytes += self._bytes_of(stores)
@@ -168,7 +169,7 @@ class HostTier:
         return load, store
 
     def _bytes_of(self, copies: PageCopies) -> int:
-        return len(copies.pages) * self.geometry.page_bytes // copies.slots
+        return len(copies.pages) * self.geometry.page_bytes // copies.slots.count
 
     def begin(self) -> None:
         """Let groups use the pages once this rank can; call it when its graphs are captured.
@@ -205,7 +206,8 @@ class HostTier:
     def try_loads(self, pages: range) -> None:
         """Measure how long a load of these pages takes, into the first of the rank's own."""
         count = len(pages)
-        trial = PageCopies(1, 0, range(count), pages)
+        whole = self.geometry.slots(Split(1, 1))
+        trial = PageCopies(whole, 0, range(count), pages)
         self._load_now(trial)
         started_ns = time.perf_counter_ns()
         self._load_now(trial)
@@ -220,7 +222,7 @@ class HostTier:
     def is_sooner(self, mode: TimedMode, tokens: int) -> bool:
         """Return whether a group loads this many tokens of one task sooner than it computes them.
 
-        Each member loads its share of the heads.
+        Each member loads its share, and a stage compares it with its own layers' time.
         """
         load_us = self._load_us(mode, tokens)
         return bool(all(load_us < curve.us(tokens) for curve in mode.times.curves.values()))

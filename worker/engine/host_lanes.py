@@ -90,7 +90,7 @@ class HostLanes:
         Stores nothing if too much is to be stored already.
         """
         self.look()
-        num_bytes = len(copies.pages) * self._page_bytes // copies.slots
+        num_bytes = len(copies.pages) * self._page_bytes // copies.slots.count
         if self._stores and self._store_bytes + num_bytes > STORE_BACKLOG_BYTES:
             self.late_blocks += len(copies.pages)
             return

@@ -133,7 +133,8 @@ class PreparedMode:
         if isinstance(copies, BlockCopies):
             member = self.communicator.rank_in_group
             if self.host is not None:
-                load, store = self.host.copies(copies, self.ranks, member, self.table)
+                split = self.key.split
+                load, store = self.host.copies(copies, self.ranks, split, member, self.table)
             if copies.lost_blocks:
                 assert self.lost is not None
                 load_lost = self.lost.loader(copies, self.width, member, self.table)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Slots, Split
 from kvadaptor.host.page_copies import PageCopier, PageCopies
 from kvadaptor.transfer import boxes
 from kvadaptor.transfer.boxes import BOX_FIELDS, DeviceBoxCopier, HostCopyError
@@ -17,6 +17,10 @@ GEOMETRY = PageGeometry(
     num_layers=3, num_kv_heads=4, head_dim_k=2, head_dim_v=2, dtype_bytes=2, tokens_per_slot=4
 )
 PAGES, HOST_PAGES = 5, 6
+DP, TP2, TP4, PP3 = (
+    *(GEOMETRY.slots(Split(1, tp)) for tp in (1, 2, 4)),
+    Slots(rows=3, columns=2, layers=1, heads=2),
+)
 
 
 class Stream:
@@ -86,9 +90,10 @@ class Memory:
 @pytest.mark.parametrize(
     "copies",
     [
-        PageCopies(1, 0, [3, 1], [0, 5]),
-        PageCopies(2, 1, [3, 9, 0], [4, 2, 1]),
-        PageCopies(4, 2, range(16, 20), [5, 3, 2, 0]),
+        PageCopies(DP, 0, [3, 1], [0, 5]),
+        PageCopies(TP2, 1, [3, 9, 0], [4, 2, 1]),
+        PageCopies(TP4, 2, range(16, 20), [5, 3, 2, 0]),
+        PageCopies(PP3, 5, [3, 29], [4, 1]),
     ],
 )
 def test_the_copy_engine_moves_the_bytes_that_arrays_do(*, loads: bool, copies: PageCopies) -> None:
@@ -106,12 +111,12 @@ def test_the_copy_engine_moves_the_bytes_that_arrays_do(*, loads: bool, copies: 
 def test_a_share_is_the_same_heads_in_every_width() -> None:
     """What dp has stored is what each member of a wide group loads, head by head."""
     memory = Memory()
-    memory.copier(loads=False).launch(PageCopies(1, 0, [2], [3]))
+    memory.copier(loads=False).launch(PageCopies(DP, 0, [2], [3]))
     size = GEOMETRY.layer_page_bytes
     wanted = memory.kv.numpy().view(np.uint8).reshape(GEOMETRY.num_layers, -1, size)[:, 2].copy()
     halves = []
     for share in range(2):
-        memory.copier(loads=True).launch(PageCopies(2, share, [8], [3]))
+        memory.copier(loads=True).launch(PageCopies(TP2, share, [8], [3]))
         own = memory.kv.numpy().view(np.uint8).reshape(GEOMETRY.num_layers, -1, size // 2)
         halves.append(own[:, 8].copy())
     assert np.array_equal(np.concatenate(halves, axis=1), wanted)
@@ -122,4 +127,4 @@ def test_the_driver_s_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse: Callable[..., str] = lambda *_: "CUDA_ERROR_NO"  # noqa: E731
     monkeypatch.setattr(boxes, "call_driver", refuse)
     with pytest.raises(HostCopyError, match=r"CUDA_ERROR_NO.*--host-kv 0"):
-        Memory().copier(loads=True, on_device=True).launch(PageCopies(1, 0, [1], [1]))
+        Memory().copier(loads=True, on_device=True).launch(PageCopies(DP, 0, [1], [1]))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvadaptor.geometry import Slots
 from kvadaptor.host.page_copies import PageCopies
 from worker.engine import host_lanes
 from worker.engine.host_lanes import HostLanes
@@ -50,7 +51,7 @@ class Lanes:
 
 
 def of(*pages: int) -> PageCopies:
-    return PageCopies(1, 0, pages, pages)
+    return PageCopies(Slots(1, 1, 1, 1), 0, pages, pages)
 
 
 @pytest.fixture

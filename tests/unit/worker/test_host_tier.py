@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from comm_pool.layout import Rank
-from kvadaptor.geometry import PageGeometry
+from comm_pool.layout import Mode, Rank
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.host.layout import SHARES_MAX, HostMemoryError
 from kvadaptor.host.page_copies import PageCopies
 from worker.engine import host_lanes
 from worker.engine.block_sources import connect_sources
+from worker.engine.config import ModeKey
 from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.host_lanes import HostLanes
 from worker.engine.scheduling.block_copies import BlockCopies
@@ -56,7 +57,8 @@ class Member:
         self.tier = HostTier(unused, GEOMETRY, own, stores, self.lanes)
 
     def run(self, **copies: Any) -> None:
-        begin, _ = self.tier.copies(BlockCopies(**copies), (Rank(0), Rank(1)), 1, None)
+        ranks = Rank(0), Rank(1)
+        begin, _ = self.tier.copies(BlockCopies(**copies), ranks, Split(1, 2), 1, None)
         begin()
 
 
@@ -99,7 +101,8 @@ def test_groups_of_more_members_than_share_a_page_use_none(width: int, member: M
     sources: list[Any] = []
     unused: Any = None
     tier = HostTier(member.tier.directory, PageGeometry(1, 32, 1, 1, 1, 16), unused, unused)
-    mode: Any = SimpleNamespace(host=tier, lost=None, directory=None, ranks=(0,), width=width)
+    key = ModeKey(Mode.TP, width)
+    mode: Any = SimpleNamespace(host=tier, lost=None, directory=None, ranks=(0,), key=key)
     scheduler: Any = SimpleNamespace(block_size=16, use_connector=sources.append)
     connect_sources(scheduler, mode)
     assert len(sources) == (width == SHARES_MAX)
