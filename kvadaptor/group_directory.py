@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvadaptor.fence import FENCE
+from kvadaptor.geometry import Split
 from kvadaptor.host.layout import HASH_BYTES
 
 Numbers = npt.NDArray[np.int64]
@@ -32,16 +33,26 @@ _HEADER_WORDS = 2
 
 @dataclass(frozen=True, slots=True)
 class DirectoryShape:
-    """The sizes of a group's directory: its ranks, the pages of each, the slots of a page."""
+    """The sizes of a group's directory: its ranks, the pages of each, the slots of a page.
+
+    `ranks` are in the order of what they hold: their layers, then their heads. So they ascend in a
+    group without pipeline stages.
+    """
 
     ranks: tuple[int, ...]
     num_pages: int
     slots_per_page: int
+    stages: int = 1
 
     @property
     def width(self) -> int:
         """The number of members, k."""
         return len(self.ranks)
+
+    @property
+    def split(self) -> Split:
+        """How the group divides the KV of its tasks."""
+        return Split(self.stages, self.width // self.stages)
 
     @property
     def blocks(self) -> int:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 
+from comm_pool.layout import lease_key
 from comm_pool.mixed import Mixed, Staged, reducing_groups
 from comm_pool.plan import communicator_plan
 
@@ -94,7 +95,7 @@ def kv_name(rank: int) -> str:
 
 
 def directory_name(ranks: Sequence[int]) -> str:
-    """Name the memory of the block directory of a group of these ranks."""
+    """Name the memory of the block directory of a group whose lease has this key."""
     return "-".join(("directory", *map(str, ranks)))
 
 
@@ -131,6 +132,9 @@ def cell_memory(
 ) -> CellMemory:
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
+    staged = [
+        (ranks, each) for each in set(pipelines) for ranks in aligned if len(ranks) == each.width
+    ]
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_rank = (
         mailbox_name,
@@ -142,7 +146,8 @@ def cell_memory(
     )
     of_ranks = (name(rank) for name in of_rank for rank in range(world))
     alone = ((rank,) for rank in range(world))
-    directories = (directory_name(ranks) for ranks in (*alone, *aligned))
+    keys = (lease_key(ranks, each.pp) for ranks, each in staged)
+    directories = (directory_name(key) for key in (*alone, *aligned, *keys))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     queues = (queue_name(ranks) for ranks in aligned)
     links = link_names(world, widths, pipelines)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from comm_pool.layout import Rank
 from comm_pool.mixed import Staged
 from comm_pool.plan import CommunicatorPlan
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.mailbox import RankMailbox
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_kv import FakeKV
@@ -34,6 +34,7 @@ class RankMemory(FakeCell):
         plan: CommunicatorPlan,
         num_pages: int,
         geometry: PageGeometry,
+        pipelines: tuple[Staged, ...] = (),
         *,
         outlives: bool,
     ) -> None:
@@ -46,7 +47,8 @@ class RankMemory(FakeCell):
         self.memory: dict[int, FakeKV] = {}
         self.mailboxes: dict[Rank, RankMailbox] = {rank: SimMailbox() for rank in self.ranks}
         inside = [group for group in plan if set(group) <= set(ranks)]
-        self._widths = sorted({1, *map(len, inside)})
+        self._splits = {Split(1, width) for width in {1, *map(len, inside)}}
+        self._splits |= {Split(each.pp, each.tp) for each in pipelines}
         self.shared_queues = {group: SharedQueue(group) for group in inside}
         self._pieces = Pieces() if outlives else None
         self.entered: dict[Content, int] = {}
@@ -77,9 +79,9 @@ class RankMemory(FakeCell):
         mailbox.note = partial(process.world.point, rank)
 
     def _open(self, rank: Rank, pieces: Pieces) -> LostKV:
-        slots = {width: self.geometry.slots_per_page(width) for width in self._widths}
-        world, pages = len(self.ranks), self.num_pages
-        directories = lost_kv.open_directories(pieces, rank, world, pages, slots)
+        of_cell, pages = (rank, len(self.ranks)), self.num_pages
+        geometry, splits = self.geometry, self._splits
+        directories = lost_kv.open_directories(pieces, *of_cell, pages, geometry, splits)
         kv = KVOfRanks(self.memory, self.geometry.num_layers)
         return LostKV(directories, self.geometry, rank, kv)
 
@@ -163,7 +165,8 @@ class RankMemories:
         self._cohort += 1
         is_whole = len(ranks) == self._world
         outlives = self._outlive and is_whole
-        memory = RankMemory(ranks, self._plan, self._num_pages, self._geometry, outlives=outlives)
+        sizes = self._num_pages, self._geometry, self._pipelines if is_whole else ()
+        memory = RankMemory(ranks, self._plan, *sizes, outlives=outlives)
         if is_whole:
             self._memory = memory
         return self._reach(memory, together, len(ranks), joins=False)

@@ -219,7 +219,7 @@ class SimMode(FakeMode):
         if engine.lost is None or not loads.tasks:
             return lambda: None
         member = self.ranks.index(engine.spec.rank)
-        return engine.lost.loader(loads, self.width, member, self.table)
+        return engine.lost.loader(loads, self.split, member, self.table)
 
     def _compute(self, plan: FakePlan, slots: list[list[int]]) -> dict[str, int]:
         """Read the context of each task, and write its new tokens."""
@@ -290,8 +290,7 @@ class SimEngine(FakeEngine):
         super().__init__(memory, spec)
         if self.lost is not None:
             for mode in self.modes.values():
-                if mode.stages == 1:
-                    self._enter_blocks(mode, self.lost)
+                self._enter_blocks(mode, self.lost)
         self.is_synchronous = self.holds_steps = not on_device
         self.intake: SimIntake = SimIntake()
         self.mover: SimMover = SimMover(process)
@@ -320,9 +319,10 @@ class SimEngine(FakeEngine):
 
     def _enter_blocks(self, mode: FakeMode, lost: LostKV) -> None:
         """Let a scheduler enter its full blocks, and load those of lost groups."""
-        directory = lost.directory_of(mode.ranks)
+        key = layout.lease_key(mode.ranks, mode.stages)
+        directory = lost.directory_of(key)
         assert directory is not None
-        self.directories[mode.ranks] = directory
+        self.directories[key] = directory
         if isinstance(mode.scheduler, SimScheduler):
             mode.scheduler.blocks = GroupBlocks(directory, lost, self._memory.entered)
 

@@ -7,7 +7,7 @@ new process empties the memory of its predecessor.
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from comm_pool.cpu.cell_memory import directory_name, kv_name
-from comm_pool.layout import Rank
-from comm_pool.plan import communicator_plan
-from kvadaptor.geometry import PageGeometry
+from comm_pool.layout import Rank, lease_key
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.host.layout import HASH_BYTES
+from kvadaptor.shares import Numbers, Share, holder_of, numbers_of, pieces_of, share_of, units_of
 from kvadaptor.slot_table import SlotTable
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,25 +54,28 @@ class BlockSize(Protocol):
 
 
 def open_directories(
-    memory: Memory, rank: Rank, world: int, num_pages: int, slots_per_page: Mapping[int, int]
+    memory: Memory,
+    rank: Rank,
+    world: int,
+    num_pages: int,
+    geometry: PageGeometry,
+    splits: Collection[Split],
 ) -> tuple[GroupDirectory, ...]:
-    """Map the directories of all groups, in one order on all ranks.
+    """Map the directories of all groups of these splits, in one order on all ranks.
 
-    `num_pages` are the pages of a rank, `slots_per_page` those of a page by width. A new process
-    gives up all that its predecessor had.
+    `num_pages` are the pages of a rank. A new process gives up all that its predecessor had.
     """
-    alone = [(Rank(each),) for each in range(world)]
-    groups = [*alone, *communicator_plan(world, tuple(slots_per_page))]
     opened = []
-    for ranks in groups:
-        if len(ranks) not in slots_per_page:
-            continue
-        sizes = DirectoryShape(ranks, num_pages, slots_per_page[len(ranks)])
-        is_member = rank in ranks
-        mapped = memory.map(directory_name(ranks), sizes.num_bytes, is_own=is_member)
-        opened.append(GroupDirectory(memoryview(mapped), sizes))
-        if is_member:
-            opened[-1].give_up(rank)
+    for split in sorted(splits):
+        slots = geometry.slots(split).count
+        for first in range(0, world, split.width):
+            key = lease_key(tuple(map(Rank, range(first, first + split.width))), split.pp)
+            sizes = DirectoryShape(key, num_pages, slots, split.pp)
+            is_member = rank in key
+            mapped = memory.map(directory_name(key), sizes.num_bytes, is_own=is_member)
+            opened.append(GroupDirectory(memoryview(mapped), sizes))
+            if is_member:
+                opened[-1].give_up(rank)
     return tuple(opened)
 
 
@@ -95,9 +98,9 @@ class LostKV:
     _tags: dict[int, int] = field(default_factory=dict)
     """The tag of each place."""
 
-    def directory_of(self, ranks: tuple[Rank, ...]) -> GroupDirectory | None:
-        """Return the directory of this group, if it has one."""
-        return next((each for each in self.directories if each.shape.ranks == ranks), None)
+    def directory_of(self, key: tuple[Rank, ...]) -> GroupDirectory | None:
+        """Return the directory of the group whose lease has this key, if it has one."""
+        return next((each for each in self.directories if each.shape.ranks == key), None)
 
     def distrust(self) -> None:
         """Let nobody read this rank's own pages: what they hold may be wrong."""
@@ -149,49 +152,46 @@ class LostKV:
         return self._tags[place]
 
     def loader(
-        self, step: LostCopies, width: int, member: int, table: SlotTable | None
+        self, step: LostCopies, split: Split, member: int, table: SlotTable | None
     ) -> Callable[[], None]:
         """Return a call that copies a step's blocks for a member; its slots are those of now."""
         into = table.slots(step.lost_blocks) if table is not None else step.lost_blocks
         pairs = sorted(zip(step.lost_places, into, strict=True))
+        share = share_of(self.geometry, split, member)
 
         def load() -> None:
             for number, part in groupby(pairs, lambda pair: pair[0] // PLACES):
                 found = list(part)
                 blocks = np.array([place % PLACES for place, _ in found], dtype=np.int64)
-                slots = np.array([slot for _, slot in found], dtype=np.int64)
-                self._copy(self.directories[number], blocks, slots, width, member)
+                own = np.array([each for _, each in found], dtype=np.int64)
+                self._copy(self.directories[number], blocks, own, share)
 
         return load
 
     def _copy(
-        self,
-        directory: GroupDirectory,
-        blocks: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        width: int,
-        member: int,
+        self, directory: GroupDirectory, blocks: Numbers, into: Numbers, share: Share
     ) -> None:
-        """Copy the heads that a member of a group of this width holds, into its slots."""
-        shape, here = directory.shape, self.geometry.slots_per_page(width)
-        there = shape.slots_per_page
-        # A unit has the heads that lie in one slot in both widths.
-        units = max(here, there)
-        per_slot, per_source = units // here, units // there
-        first = member * here // width * per_slot
-        unit_bytes = self.geometry.layer_page_bytes // units
-        for unit in range(per_slot):
-            share = (first + unit) // per_source
-            # Of members with the same heads, the first.
-            place = -(-share * shape.width // there)
-            source = directory.slots(place, blocks) * per_source + (first + unit) % per_source
-            read = self._units(Rank(shape.ranks[place]), unit_bytes)
-            self._units(self.rank, unit_bytes)[:, slots * per_slot + unit] = read[:, source]
-        self.loaded_bytes += blocks.size * per_slot * unit_bytes * self.geometry.num_layers
+        """Copy a member's share of these blocks into its own, `into`; both are (n,)."""
+        shape, here = directory.shape, share.slots
+        there = self.geometry.slots(shape.split)
+        pieces = pieces_of(there, here, share.number)
+        unit_bytes = self.geometry.layer_page_bytes // pieces.columns
+        to = self.kv[self.rank].reshape(-1, unit_bytes)
+        for piece in pieces.pieces:
+            place = holder_of(there, shape.split.tp, piece.share)
+            rank = Rank(shape.ranks[place])
+            pages = self._pages_of(rank)
+            numbers = numbers_of(there, pages, directory.slots(place, blocks))
+            layers = range(piece.source_layer, piece.source_layer + pieces.layers)
+            at = units_of(there, pages, pieces.columns, numbers, layers, piece.source_column)
+            read = self.kv[rank].reshape(-1, unit_bytes)[at]
+            layers = range(piece.target_layer, piece.target_layer + pieces.layers)
+            own, column = self._pages_of(self.rank), piece.target_column
+            to[units_of(here, own, pieces.columns, into, layers, column)] = read
+            self.loaded_bytes += read.nbytes
 
-    def _units(self, rank: Rank, unit_bytes: int) -> Bytes:
-        kv = self.kv[rank]
-        return kv.reshape(kv.shape[0], -1, unit_bytes)
+    def _pages_of(self, rank: Rank) -> int:
+        return int(self.kv[rank].shape[1]) // self.geometry.layer_page_bytes
 
     def totals(self) -> tuple[tuple[str, int], ...]:
         """Return what the rank has counted."""

@@ -137,7 +137,7 @@ class PreparedMode:
                 load, store = self.host.copies(copies, self.ranks, split, member, self.table)
             if copies.lost_blocks:
                 assert self.lost is not None
-                load_lost = self.lost.loader(copies, self.width, member, self.table)
+                load_lost = self.lost.loader(copies, self.key.split, member, self.table)
 
         def run() -> Any:
             load()

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.cpu.cell_memory import host_kv_name
-from comm_pool.layout import Mode, Rank, StepMode
+from comm_pool.layout import Mode, Rank, StepMode, lease_key
 from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
@@ -210,8 +210,8 @@ class RankEngine:
         if memory is None:
             return KVBuffer(specs, pages, self.device, None)
         # The predecessor's KV can be read until then.
-        slots = {width: geometry.slots_per_page(width) for width in modes_widths(self.spec)}
-        self._directories = open_directories(memory, self.spec.rank, self.spec.world, pages, slots)
+        of_cell, splits = (self.spec.rank, self.spec.world), {key.split for key in self.keys}
+        self._directories = open_directories(memory, *of_cell, pages, geometry, splits)
         return KVBuffer(specs, pages, self.device, partial(take_kv, memory, self.spec.rank))
 
     def _connect_peers(self) -> tuple[dict[Rank, RankMailbox], Mover]:
@@ -292,13 +292,10 @@ class RankEngine:
         mode = PreparedMode(
             key, communicator, runner, table, scheduler, config, times, self.borrowing, self.host
         )
-        if key.stages > 1:
-            # Its blocks are those of layers, which neither host pages nor directories have.
-            mode.host = None
-        elif self.lost is not None:
+        if self.lost is not None:
             mode.lost = self.lost
-            mode.directory = self.lost.directory_of(communicator.ranks)
-        if scheduler is not None and key.stages == 1:
+            mode.directory = self.lost.directory_of(lease_key(communicator.ranks, key.stages))
+        if scheduler is not None:
             connect_sources(scheduler, mode)
         return mode
 

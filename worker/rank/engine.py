@@ -75,7 +75,7 @@ class Plan(PlannedStep, Protocol):
 
     @property
     def is_void(self) -> bool:
-        """Whether it computes nothing and lists no ended task: nobody has to know of it."""
+        """Whether it computes, copies and lists nothing: nobody has to know of it."""
 
     @property
     def reads_prompts(self) -> bool:

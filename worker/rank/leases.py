@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from comm_pool.layout import Group, Mode, Rank, group_of
+from comm_pool.layout import Group, Mode, Rank, group_of, lease_key
 from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.switch_actions import Leave, Move, Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
@@ -176,7 +176,8 @@ class Leases:
         """Let the group's directory tell where this rank has its blocks, and no other."""
         engine = self._runtime.engine
         for each in engine.modes.values():
-            if each is not mode and each.directory is not None and each.ranks not in self._rescues:
+            is_kept = each is mode or lease_key(each.ranks, each.stages) in self._rescues
+            if each.directory is not None and not is_kept:
                 each.directory.give_up(engine.spec.rank)
         if (directory := mode.directory) is None:
             return

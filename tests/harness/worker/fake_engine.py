@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.layout import Group, Mode, Rank, StepMode, lease_key
 from comm_pool.mixed import Staged
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import GroupDirectory
@@ -151,7 +151,7 @@ class FakeMode:
 
     @property
     def directory(self) -> GroupDirectory | None:
-        return self.engine.directories.get(self.ranks) if self.stages == 1 else None
+        return self.engine.directories.get(lease_key(self.ranks, self.stages))
 
     @property
     def is_leader(self) -> bool:
@@ -256,7 +256,7 @@ class FakeEngine:
         """Whether steps fail for want of device memory."""
         self.whole_layers: int | None = None
         self.directories: dict[tuple[Rank, ...], GroupDirectory] = {}
-        """The block directories of its groups, where a test wants them."""
+        """The block directories of its groups, by their leases' keys, where a test wants them."""
         self.present: dict[Rank, int] = {}
         """The processes that it knows of."""
         self.kv = cell.memory[spec.rank]

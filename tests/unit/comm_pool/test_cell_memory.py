@@ -115,7 +115,7 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
     memory.close()
 
 
-def test_a_cell_has_a_link_between_all_neighbouring_stages() -> None:
+def test_pipeline_groups_have_links_between_stages_and_directories_of_their_own() -> None:
     plain = cell_memory(8, (1, 2, 4, 8), ())
     mixed = Staged(2, 2)
     memory = cell_memory(8, (1, 2, 4, 8), (), (Staged(2), Staged(4), Staged(2), mixed))
@@ -125,6 +125,8 @@ def test_a_cell_has_a_link_between_all_neighbouring_stages() -> None:
     wanted += [link_name(quad, mixed, 0, part) for quad in quads for part in range(2)]
     assert len(set(wanted)) == len(wanted)
     assert link_name((4, 5), Staged(2), 0) == "link-4-5-pp2-from0-part0"
+    wanted += [directory_name(ranks[::-1]) for ranks in (*pairs, *quads)]
+    wanted += [directory_name((c, d, a, b)) for a, b, c, d in quads]
     assert set(memory._files) - set(plain._files) == set(wanted)
     assert set(plain._files) <= set(memory._files)
     for each in (plain, memory):

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from comm_pool.layout import Rank
-from kvadaptor.geometry import PageGeometry
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
 from worker.engine.lost_kv import PLACES, LostBlocks, LostKV
@@ -88,7 +88,7 @@ def test_each_layout_reads_each_other_one(heads: int, there: tuple[int, ...], he
         step = BlockCopies(lost_blocks=into, lost_places=[3, 1])
         if rank in there:
             own[rank][:] = cell.kv[rank]
-        reader.loader(step, here, member, table)()
+        reader.loader(step, Split(1, here), member, table)()
         found = own[rank].reshape(LAYERS, PAGES * slots, -1)
         at = into if table is None else table.slots(into)
         for slot, block in zip(at, (3, 1), strict=True):

@@ -211,6 +211,11 @@ class BlockConnector:
         """The blocks that planned steps load which are not over."""
         return {block for _, _, blocks in self._loading for block in blocks}
 
+    @property
+    def may_be_void(self) -> bool:
+        """Whether a planned step loads what its source may turn out to have lost meanwhile."""
+        return any(step.lost_blocks for step, _, _ in self._loading)
+
     def look(self) -> None:
         """Let vLLM find what has been loaded ahead; call it before a step is planned."""
         if self._ahead is not None:

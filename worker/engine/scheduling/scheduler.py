@@ -187,6 +187,8 @@ class ModeScheduler(Scheduler):
     @property
     def has_more(self) -> bool:
         """Whether there is a step to plan while others are in flight."""
+        if self.blocks is not None and self.blocks.may_be_void:
+            return False  # What follows would read it, and vLLM forgets no step in flight.
         if self.finished_req_ids or self.get_request_counts()[1]:
             return True
         return any(each.num_tokens > each.num_computed_tokens for each in self.running)

@@ -56,8 +56,9 @@ class StepPlan:
 
     @property
     def is_void(self) -> bool:
-        """Whether it computes nothing and lists no ended task."""
-        return not self.tokens and not self.output.finished_req_ids
+        """Whether it computes nothing, copies nothing and lists no ended task."""
+        does_nothing = self.is_empty and self.output.kv_connector_metadata is None
+        return does_nothing and not self.output.finished_req_ids
 
     @property
     def reads_prompts(self) -> bool:
