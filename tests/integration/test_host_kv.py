@@ -13,6 +13,7 @@ from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cel
 from tests.harness.cells.gauges import all_there, settled_total, total
 from tests.harness.cells.lost_ranks import renew
 from tests.harness.faults.distrust import distrust
+from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -20,7 +21,7 @@ BLOCK_TOKENS = 32
 PROMPT_TOKENS = 320
 ASIDE = "tests.harness.faults.aside_worker"
 """Copies beside steps, as on CUDA."""
-LAYOUTS = ("tp2", "dp2", "sp2", "dp2")
+LAYOUTS = ("tp2", "dp2", "sp2", "pp2", "tp2", "pp2", "dp2")
 
 
 @pytest.fixture(scope="module", params=["worker", ASIDE])
@@ -32,7 +33,8 @@ def cell(
         ranks=2,
         worker=request.param,
         engine_args=["--dtype", "float32", "--max-model-len", "1024"],
-        limits={"host_kv_gib": 0.25},
+        model=model_of("four-layers", tmp_path_factory.mktemp("model")),
+        limits={"host_kv_gib": 0.25, "pipelines": ["pp2"]},
     ) as running:
         yield running
 
@@ -71,33 +73,45 @@ async def test_pages_of_one_layout_are_read_in_each_other(cell: BareCell) -> Non
 
 
 async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell) -> None:
-    cell.switch("dp2", "recompute")
+    await kill_under_streams(cell, "dp2", 1)
+
+
+@pytest.mark.parametrize("victim", [1, 0], ids=["first stage", "last stage"])
+@pytest.mark.parametrize("cell", ["worker"], indirect=True)
+async def test_tasks_of_a_killed_stage_compute_no_full_block_again(
+    cell: BareCell, victim: int
+) -> None:
+    """Beside steps, a store follows with the next step of its task, after the tokens."""
+    await kill_under_streams(cell, "pp2", victim)
+
+
+async def kill_under_streams(cell: BareCell, layout: str, victim: int) -> None:
+    """Kill a rank whose own memory nobody trusts; what is read again comes from host pages."""
+    await all_there(cell)
+    cell.switch(layout, "recompute")
     client = TaskClient()
     async with client.connected(cell):
-        names = [f"task-{number}" for number in range(16)]
+        hits = await settled_total(cell, "host_hits", 1 - victim)
+        names = [f"{layout}-{victim}-{number}" for number in range(16)]
         for name in names:
-            client.submit(name, prompt(name, 200), max_tokens=300)
+            client.submit(name, prompt(name, 200), max_tokens=300, ignore_eos=True)
         await until_all(client, names, 30)
-        hits = await settled_total(cell, "host_hits", 0)
-        victim = cell.get("/admin/ranks")["ranks"][1]
-        assert distrust(victim["pid"])  # Else the others read its own memory.
-        os.kill(victim["pid"], signal.SIGKILL)
-        delivered: dict[str, int] = {}
-        while len(delivered) < len(names) and not all(client.streams[n].finished for n in names):
-            for name in names:
-                stream = client.streams[name]
-                if stream.resumed and name not in delivered:
-                    delivered[name] = len(client.submitted(name).delivered_tokens)
-            await asyncio.sleep(0.001)
+        pid = cell.get("/admin/ranks")["ranks"][victim]["pid"]
+        assert distrust(pid)  # Else the others read its own memory.
+        known = {name: len(client.streams[name].tokens) for name in names}
+        os.kill(pid, signal.SIGKILL)
         streams = await client.finish(*names)
-        assert len(delivered) >= 2
-        # All but the last token is looked up.
-        full = sum((200 + count - 1) // BLOCK_TOKENS * BLOCK_TOKENS for count in delivered.values())
+        moved = [n for n in names if layout != "dp2" or client.streams[n].resumed]
+        assert len(moved) >= 2
+        # All but the last token is looked up, and no stream has fewer tokens than then.
+        full = sum((200 + known[name] - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in moved)
         # More where the lost rank is back early, and tasks move to it and load once more.
         assert await total(cell, "host_hits", hits + full) - hits >= full
         await all_there(cell)
         for name, stream in zip(names[:4], streams, strict=False):
-            alone = await one(client, f"calm-{name}", prompt(name, 200), max_tokens=300)
+            alone = await one(
+                client, f"calm-{name}", prompt(name, 200), max_tokens=300, ignore_eos=True
+            )
             assert stream.tokens == alone.tokens
 
 
