@@ -17,6 +17,7 @@ from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.gauges import all_there, settled_total, total
 from tests.harness.vllm.reshard_cases import vllm_settings
+from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -53,9 +54,18 @@ def cell_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]
         yield running
 
 
-def cell_of(ranks: int, folder: Path) -> AbstractContextManager[BareCell]:
+@pytest.fixture(scope="module")
+def cell_of_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    """Its random model has layers that four stages divide."""
+    model, folder = (tmp_path_factory.mktemp(name) for name in ("model", "lost-stages"))
+    options = {"model": model_of("four-layers", model), "limits": {"pipelines": ["pp2", "pp4"]}}
+    with cell_of(4, folder, **options) as running:
+        yield running
+
+
+def cell_of(ranks: int, folder: Path, **options: Any) -> AbstractContextManager[BareCell]:
     arguments = ["--dtype", "float32", "--max-model-len", "1024"]
-    return bare_cell(folder, ranks=ranks, engine_args=arguments)
+    return bare_cell(folder, ranks=ranks, engine_args=arguments, **options)
 
 
 def prompt(name: str) -> list[int]:
@@ -91,6 +101,24 @@ async def test_a_wide_group_loses_a_member(
     cell_of_four: BareCell, victim: int, record_property: Any
 ) -> None:
     record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim))
+
+
+@pytest.mark.parametrize("victim", [3, 1, 0], ids=["first stage", "third stage", "last stage"])
+async def test_a_pipeline_group_loses_a_stage(
+    cell_of_stages: BareCell, victim: int, record_property: Any
+) -> None:
+    record_property(SUMMARY, await kill_under_streams(cell_of_stages, "pp4", victim))
+
+
+@pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+pp2"])
+async def test_a_pipeline_group_goes_on_with_tasks_of_a_lost_group(
+    cell_of_stages: BareCell, layout: str, record_property: Any
+) -> None:
+    await all_there(cell_of_stages)
+    leader = 2
+    hits = await settled_total(cell_of_stages, "lost_hits", leader)
+    record_property(SUMMARY, await kill_under_streams(cell_of_stages, layout, 0))
+    assert await settled_total(cell_of_stages, "lost_hits", leader) > hits
 
 
 @pytest.mark.parametrize(
@@ -134,7 +162,8 @@ async def kill_under_streams(
         known = {name: len(client.streams[name].tokens) for name in names}
         kill(pid := cell.get("/admin/ranks")["ranks"][victim]["pid"])
         streams = await client.finish(*names)
-        moved = names if layout != "dp2" else [n for n in names if client.streams[n].resumed]
+        is_alone = layout != "dp2" and "+" not in layout
+        moved = names if is_alone else [n for n in names if client.streams[n].resumed]
         assert moved, "no stream was on the lost rank"
         # All but the last token is looked up, and no stream has fewer tokens than then.
         full = sum(map(full_tokens, (PROMPT_TOKENS + known[name] - 1 for name in moved)))
