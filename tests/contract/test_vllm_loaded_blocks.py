@@ -135,3 +135,36 @@ def test_tasks_that_share_a_void_block_go_on(base: VllmConfig, hasher: Any, sour
     assert all(made.requests[name].output_token_ids for name in ("a", "b"))
     made.add_task(fresh("c", PROMPT, hasher), [])
     assert step(made)["c"] == len(PROMPT) - 2 * BLOCK, "from then on others hit it"
+
+
+def test_stages_get_no_step_after_one_whose_loads_may_be_void(
+    base: VllmConfig, hasher: Any, source: Source
+) -> None:
+    """vLLM computes a void block again, but takes in what later steps in flight have read."""
+    made = scheduler_of(base, 1, 2, 3)
+    made.use_connector(BlockConnector(made, (source,)))
+    source.is_empty = True
+    made.add_task(fresh("before", [5] * 40, hasher), [])
+    before = made.plan_step(lambda: None, stages=3)
+    source.is_empty, source.void = False, {3}
+    made.add_task(fresh("a", PROMPT, hasher), [])
+    assert made.has_more
+    plan = made.plan_step(lambda: None, stages=3)
+    source.is_empty = True
+    made.add_task(fresh("b", [*PROMPT[:BLOCK], *[9] * 20], hasher), [])
+    assert not made.has_more
+    finish(made, before)
+    assert not made.has_more, "the step with loads is in flight"
+    finish(made, plan)
+    assert made.has_more
+    assert made.plan_step(lambda: None, stages=3).output.num_scheduled_tokens["a"] == (
+        len(PROMPT) - BLOCK
+    )
+
+
+def test_a_plan_of_copies_alone_is_sent(base: VllmConfig) -> None:
+    plan = scheduler_of(base, 1).plan_step(lambda: None, stages=2)
+    assert plan.is_void
+    plan.output.kv_connector_metadata = BlockCopies(ahead=[(0, 1)])
+    assert plan.is_empty
+    assert not plan.is_void, "its members begin a load"

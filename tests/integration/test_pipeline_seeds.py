@@ -44,6 +44,8 @@ ROUNDS = 2
 AT_ONCE = 24
 FEW_PAGES_BYTES = 12 << 20
 """Less than the tasks need together, so vLLM preempts some in every mode."""
+HOST_KV_GIB = 0.03
+"""Less than the tasks need together, so pages are evicted."""
 LAYOUTS = ("dp4", "pp4", "tp4", "pp2+pp2", "sp4", "pp2tp2", "pp2+dp2", "tp2+pp2", "pp2tp2")
 CROSSED = ("pp4", "pp2tp2", "tp4", "pp2+pp2", "pp2tp2", "sp4", "pp4", "pp2+dp2", "dp4")
 CROSSING = 8
@@ -57,14 +59,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_of("four-layers", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def cell(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+@pytest.fixture(scope="module", params=[0.0, HOST_KV_GIB], ids=["alone", "host pages"])
+def cell(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BareCell]:
     with bare_cell(
         tmp_path_factory.mktemp("pipelines"),
         ranks=4,
         engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         model=model,
-        limits={"pipelines": ["pp2", "pp4", "pp2tp2"]},
+        limits={"pipelines": ["pp2", "pp4", "pp2tp2"], "host_kv_gib": request.param},
         # Two long pauses in a row would let a task that waits for pages seem to hang.
         pause_limit_ms=5_000,
     ) as running:

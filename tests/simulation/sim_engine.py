@@ -169,9 +169,12 @@ class SimMode(FakeMode):
         if lost is None:
             return
         for place in loads.lost_places:
-            ranks = lost.directories[place // PLACES].shape.ranks
+            shape = lost.directories[place // PLACES].shape
+            ranks = shape.ranks
             world.stats.loaded += 1
             world.stats.loaded_of_wide += len(ranks) > 1
+            world.stats.loaded_of_stages += shape.stages > 1
+            world.stats.loaded_in_stages += self.stages > 1
             world.stats.loaded_of_the_dead += any(world.ranks[Rank(each)] is None for each in ranks)
 
     def select(self) -> None:

@@ -42,6 +42,10 @@ class Stats:
     """Blocks of lost groups that tasks have loaded instead of computing them."""
     loaded_of_wide: int = 0
     """Those of groups of several ranks: some are in pages of survivors."""
+    loaded_of_stages: int = 0
+    """Those of pipeline groups."""
+    loaded_in_stages: int = 0
+    """Those that tasks of pipeline groups have loaded."""
     loaded_of_the_dead: int = 0
     """Those of groups of which a rank had no process."""
     void: int = 0

@@ -45,3 +45,9 @@ def test_stages_compute_steps_at_once_and_tasks_move_to_them() -> None:
     assert sum(run.moved for run in runs) > 40
     assert sum(run.moved_to_stages for run in runs) > 10
     assert sum(run.spoiled_moves for run in runs) > 0
+
+
+def test_tasks_go_on_from_the_memory_of_lost_pipeline_groups_and_in_others() -> None:
+    runs = [run_of(seed) for seed in SEEDS]
+    assert sum(run.loaded_of_stages for run in runs) > 80
+    assert sum(run.loaded_in_stages for run in runs) > 20
