@@ -7,7 +7,9 @@ streams are what the same ranks make of each request alone, in dp and without sw
 
 import asyncio
 import json
+import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import pytest
 
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.gauges import all_there, total
 from tests.harness.cells.random_load import (
     RANDOM_ARGS,
     TOLERANCE,
@@ -47,6 +50,8 @@ FEW_PAGES_BYTES = 12 << 20
 HOST_KV_GIB = 0.03
 """Less than the tasks need together, so pages are evicted."""
 LAYOUTS = ("dp4", "pp4", "tp4", "pp2+pp2", "sp4", "pp2tp2", "pp2+dp2", "tp2+pp2", "pp2tp2")
+KILL_EVERY, FIRST_KILL = 8, 2
+"""Of the actions, where there are kills: the others are switches."""
 CROSSED = ("pp4", "pp2tp2", "tp4", "pp2+pp2", "pp2tp2", "sp4", "pp4", "pp2+dp2", "dp4")
 CROSSING = 8
 CROSSING_PROMPT, CROSSING_TOKENS = 50, 160
@@ -59,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_of("four-layers", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=[0.0, HOST_KV_GIB], ids=["alone", "host pages"])
+@pytest.fixture(scope="module", params=[0.0, HOST_KV_GIB], ids=["alone", "host pages and kills"])
 def cell(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BareCell]:
@@ -87,6 +92,15 @@ def computed_tokens(cell: BareCell) -> int:
     """Tokens that all groups have computed, each once whatever its width."""
     ranks = cell.get("/admin/ranks")["ranks"]
     return sum(int(rank["gauges"]["computed_tokens"]) for rank in ranks)
+
+
+def kill_one(cell: BareCell, draw: random.Random) -> bool:
+    """Kill any rank if all are there."""
+    ranks = cell.get("/admin/ranks")["ranks"]
+    is_whole = all(rank.get("available") for rank in ranks)
+    if is_whole:
+        os.kill(draw.choice(ranks)["pid"], signal.SIGKILL)
+    return is_whole
 
 
 async def crossing(cell: BareCell, tag: str, layouts: tuple[str, ...]) -> list[list[int]]:
@@ -154,7 +168,7 @@ async def test_streams_are_exact_through_pipeline_groups(cell: BareCell) -> None
     draw = random.Random(len(cases))
     reference = await alone(cell, cases)
     before, epoch = settle(cell), cell.get("/admin/status")["epoch"]
-    client = TaskClient()
+    client, actions, kills = TaskClient(), 0, 0
     async with client.connected(cell):
 
         async def rounds() -> list[dict[int, Stream]]:
@@ -171,9 +185,15 @@ async def test_streams_are_exact_through_pipeline_groups(cell: BareCell) -> None
                 len(each.tokens) for each in client.streams.values()
             ):
                 await asyncio.sleep(0.01)
+            actions += 1
+            if cell.config.cell.host_kv_gib and actions % KILL_EVERY == FIRST_KILL:
+                kills += await asyncio.to_thread(kill_one, cell, draw)
+                continue
             order = {"layout": draw.choice(LAYOUTS), "carry": draw.choice(PLANS)}
             status, answer = await asyncio.to_thread(post, cell.admin + "/admin/layout", order)
-            assert status == 200, answer
+            # While a rank is away, a layout that names it is refused.
+            is_away = kills and "not available" in answer.get("error", {}).get("message", "")
+            assert status == 200 or is_away, answer
         served = await running
     worst = max(compare(cases, streams, known(reference), reference) for streams in served)
     records = records_after(cell, epoch)
@@ -181,8 +201,14 @@ async def test_streams_are_exact_through_pipeline_groups(cell: BareCell) -> None
     for record in records:
         carried.update(record["tasks"])
     reached = Counter(record["to"] for record in records)
-    print(f"\n{len(records)} switches to {dict(reached)}, {dict(carried)}, within {worst:.1e}")
+    hits = [await total(cell, f"{kind}_hits") for kind in ("host", "lost")]
+    told = f"{kills} kills, {hits} tokens from host pages and lost groups"
+    print(f"\n{len(records)} switches to {dict(reached)}, {dict(carried)}, {told}, {worst:.1e}")
     assert carried["reshard"] > 0
     assert any("pp" in layout for layout in reached)
+    if cell.config.cell.host_kv_gib:
+        assert kills
+        assert hits[0] > 0
+    await all_there(cell)
     assert settle(cell) == before
     assert "Traceback" not in Path(cell.folder / "worker.log").read_text()
