@@ -137,7 +137,7 @@ class HostDirectory:
         """Return a page for the block of each of these hashes, which are all different.
 
         If too few pages can be had, only the first hashes get one. `shares` members will each write
-        their heads and then call `complete`.
+        their share and then call `complete`.
         """
         if not 1 <= shares <= SHARES_MAX:
             raise HostMemoryError(

@@ -1,8 +1,8 @@
 """Where the pieces of a cell's host memory lie: one part per rank, and the pages. Pure.
 
 A host page holds what one dp block holds, in dp's form: per layer its KV heads, per head b tokens.
-Members of wide groups write and read the heads that they hold, so a page has the same bytes
-whichever group wrote it (Seesaw, section 4.2, with heads outermost as in its section 5.2).
+Members of wide groups write and read the layers and heads that they hold, so a page has the same
+bytes whichever group wrote it (Seesaw, section 4.2, with heads outermost as in its section 5.2).
 """
 
 from dataclasses import dataclass
