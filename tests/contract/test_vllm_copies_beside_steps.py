@@ -1,7 +1,8 @@
 """Random tasks of a group of two whose copies go beside steps: all KV that is read is right.
 
 Steps and copies are work on simulated streams, which may be done in any order that their waits
-allow. The scheduler, its hooks, the directory of host pages and the lanes are the product's.
+allow. The scheduler, its hooks, the directory of host pages and the lanes are the product's. The
+group may be a pipeline group, whose first stage is steps ahead, and may copy within its steps.
 """
 
 import random
@@ -24,7 +25,7 @@ from kvadaptor.host.layout import HostLayout
 from kvadaptor.host.page_copies import PageCopies
 from tests.harness.vllm.mode_schedulers import BLOCK, fresh, scheduler_of
 from worker.engine import host_lanes
-from worker.engine.host_kv import HostTier
+from worker.engine.host_kv import Calls, HostTier
 from worker.engine.host_lanes import HostLanes
 from worker.engine.scheduling import ahead_loads, host_blocks
 from worker.engine.scheduling.ahead_loads import AheadLoads
@@ -37,12 +38,12 @@ from worker.engine.scheduling.step_plan import StepPlan
 SEEDS = 12
 TURNS = 220
 TASKS_MAX = 7
-RANKS, SPLIT = (Rank(0), Rank(1)), Split(1, 2)
+RANKS = Rank(0), Rank(1)
 GRANT = (1, 2)
 """Two pages, of four blocks each: tasks are preempted, and blocks are free for a moment."""
 PROMPTS = (5, 20, 33, 40, 70, 100, 135)
 ANSWERS = (1, 2, 10, 30)
-GEOMETRY = PageGeometry(1, 2, 1, 1, 1, BLOCK)
+GEOMETRY = PageGeometry(2, 2, 1, 1, 1, BLOCK)
 TOKEN = 7
 """What every step gives."""
 
@@ -164,13 +165,41 @@ class Launched:
     works: list[Work]
     gives: set[str]
     """Tasks that get a token."""
+    later: list[Callable[[], None]] = field(default_factory=list)
+    """What members have still to run of it: the first stage, and then the last one."""
+
+    def run(self) -> None:
+        """Let the next member run its part."""
+        self.later.pop(0)()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of group."""
+
+    is_async: bool = False
+    stages: int = 1
+    is_aside: bool = True
+
+    @property
+    def split(self) -> Split:
+        return Split(self.stages, 2 // self.stages)
+
+
+KINDS = {
+    "beside": Kind(),
+    "asynchronous": Kind(is_async=True),
+    "stages, beside": Kind(stages=2),
+    "stages, within": Kind(stages=2, is_aside=False),
+}
 
 
 class World:
     """A group of two, its tasks, and what must be in their blocks."""
 
-    def __init__(self, base: VllmConfig, hasher: Any, seed: int, *, is_async: bool) -> None:
-        self.draw, self.hasher, self.is_async = random.Random(seed), hasher, is_async
+    def __init__(self, base: VllmConfig, hasher: Any, seed: int, kind: Kind) -> None:
+        self.draw, self.hasher, self.kind = random.Random(seed), hasher, kind
+        self.is_async = kind.is_async
         self.device, self.counts = Device(self.draw), Counts()
         self.layout = HostLayout(2, self.draw.choice([6, 14]), 64)
         memory = memoryview(bytearray(self.layout.data_at))
@@ -183,7 +212,8 @@ class World:
         for member, directory in zip(self.members, directories, strict=True):
             directory.set_ready(is_ready=True)
             own, ahead, stores = (Stream(member, loads=loads) for loads in (True, True, False))
-            lanes = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
+            beside = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
+            lanes = beside if kind.is_aside else None
             self.tiers.append(HostTier(directory, GEOMETRY, own, stores, lanes))
         self.scheduler = self._make_scheduler(base)
         self.blocks_of_key: dict[bytes, list[int]] = {}
@@ -195,11 +225,11 @@ class World:
     def _make_scheduler(self, base: VllmConfig) -> ModeScheduler:
         kind = AsyncModeScheduler if self.is_async else ModeScheduler
         scheduler = scheduler_of(base, *GRANT, kind=kind)
-        rules = StoreRules((0, 1), 2, True, lambda _: True, lambda tokens: tokens > BLOCK)
+        is_aside = self.kind.is_aside
+        rules = StoreRules((0, 1), 2, is_aside, lambda _: True, lambda tokens: tokens > BLOCK)
         pages = HostBlocks(scheduler, self.directory, self.counts, rules)
         pool, lanes = scheduler.kv_cache_manager.block_pool, self.tiers[0].lanes
-        assert lanes is not None
-        ahead = AheadLoads(pool, BLOCK, lanes, 0.002)
+        ahead = AheadLoads(pool, BLOCK, lanes, 0.002) if lanes is not None else None
         scheduler.use_connector(BlockConnector(scheduler, (pages,), pages, ahead))
         return scheduler
 
@@ -214,13 +244,33 @@ class World:
             self._collect(0)
             if scheduler.requests:
                 scheduler.take_back([draw.choice(list(scheduler.requests))])
-        if scheduler.has_requests():
+        if self.kind.stages > 1:
+            self._lead_stages()
+        elif scheduler.has_requests():
             self._launch(scheduler.plan_step(lambda: None))
             self._collect(int(self.is_async))
         else:
             self._collect(0)
         self.device.advance(draw.choice([0, 0, 1, 3, 10]))
         self._check_pages()
+
+    def _lead_stages(self) -> None:
+        """Plan as many steps as there are stages, as a leader does, and end the oldest."""
+        scheduler, stages = self.scheduler, self.kind.stages
+        while len(self.under_way) < stages and scheduler.has_more:
+            plan = scheduler.plan_step(lambda: None, stages=stages)
+            if plan.is_void:
+                break
+            self._launch(plan)
+            if self.draw.random() < 0.5:
+                self._run_first_stage()
+        self._collect(max(0, len(self.under_way) - 1))
+
+    def _run_first_stage(self) -> None:
+        """Let the first stage run its part of the oldest step that it has not."""
+        waiting = [step for step in self.under_way if len(step.later) == self.kind.stages]
+        if waiting:
+            waiting[0].run()
 
     def _add(self, name: str) -> None:
         start = self.draw.choice(self.starts)[: self.draw.choice(PROMPTS)]
@@ -246,14 +296,34 @@ class World:
             spans.append((name, end - count, end, list(self.scheduler._blocks_of(name))))
             if end >= request.num_tokens:
                 gives.add(name)
-        works = []
-        for number, (member, tier) in enumerate(zip(self.members, self.tiers, strict=True)):
-            begin, after = tier.copies(copies, RANKS, SPLIT, number, None)
-            begin()
-            works.append(member.launch(partial(self._compute, member, spans)))
-            after()
-            tier.look()
-        self.under_way.append(Launched(plan, works, gives))
+        step = Launched(plan, [], gives)
+        self.under_way.append(step)
+        for number in (1, 0) if self.kind.stages > 1 else (0, 1):
+            calls = self.tiers[number].copies(copies, RANKS, self.kind.split, number, None)
+            step.later.append(partial(self._run, step, number, calls, spans))
+        while step.later and self.kind.stages == 1:
+            step.run()
+
+    def _run(
+        self,
+        step: Launched,
+        number: int,
+        calls: Calls,
+        spans: list[tuple[str, int, int, list[int]]],
+    ) -> None:
+        """Let a member run its part of a step; a later stage waits for the one before."""
+        member, (begin, after) = self.members[number], calls
+        if self.kind.stages > 1:
+            member.ordered += step.works
+        for call in (
+            begin,
+            lambda: step.works.append(member.launch(partial(self._compute, member, spans))),
+            after,
+            self.tiers[number].look,
+        ):
+            call()
+            while self.device.waiting and not self.kind.is_aside:
+                self.device.advance(1)
 
     def _compute(self, member: Member, spans: list[tuple[str, int, int, list[int]]]) -> None:
         for name, start, end, blocks in spans:
@@ -267,6 +337,8 @@ class World:
     def _collect(self, most: int) -> None:
         """Take in steps until no more than this are under way."""
         while len(self.under_way) > most:
+            while self.under_way[0].later:
+                self.under_way[0].run()
             step = self.under_way.pop(0)
             for work in step.works:
                 self.device.finish(work)
@@ -305,13 +377,13 @@ class World:
                 assert self.pages[page, share] == wanted, f"page {page} holds another block"
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("cancels", "looks"), [(0.06, 128), (0.4, 1)])
 def test_all_kv_that_is_read_is_right(
     base: VllmConfig,
     hasher: Any,
     monkeypatch: pytest.MonkeyPatch,
-    is_async: bool,
+    kind: Kind,
     cancels: float,
     looks: int,
 ) -> None:
@@ -322,10 +394,11 @@ def test_all_kv_that_is_read_is_right(
     monkeypatch.setattr(host_blocks, "LOOKS_PER_STEP", looks)
     stored = ahead = hits = 0
     for seed in range(SEEDS):
-        world = World(base, hasher, seed, is_async=is_async)
+        world = World(base, hasher, seed, kind)
         for _ in range(TURNS):
             world.turn(cancels)
         stored += world.counts.stored
         ahead += world.counts.ahead
         hits += world.counts.hit_tokens
-    assert min(stored, ahead, hits) > 0, "each kind of copy was drawn"
+    assert min(stored, hits) > 0, "each kind of copy was drawn"
+    assert bool(ahead) == kind.is_aside
