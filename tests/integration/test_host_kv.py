@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
+CELL_ARGS = ["--dtype", "float32", "--max-model-len", "1024"]
+FEW_PAGES_BYTES = 12 << 20
+SWAPPED = 20
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 320
 ASIDE = "tests.harness.faults.aside_worker"
@@ -32,7 +36,7 @@ def cell(
         tmp_path_factory.mktemp("host"),
         ranks=2,
         worker=request.param,
-        engine_args=["--dtype", "float32", "--max-model-len", "1024"],
+        engine_args=CELL_ARGS,
         model=model_of("four-layers", tmp_path_factory.mktemp("model")),
         limits={"host_kv_gib": 0.25, "pipelines": ["pp2"]},
     ) as running:
@@ -130,3 +134,36 @@ async def test_a_renewed_cell_knows_the_prompts_of_the_former_one(cell: BareCell
 async def until_all(client: TaskClient, names: list[str], tokens: int) -> None:
     while min(len(client.streams[name].tokens) for name in names) < tokens:
         await asyncio.sleep(0.005)
+
+
+async def test_a_pipeline_group_loads_what_it_has_preempted(tmp_path: Path) -> None:
+    """Its tasks need more pages than it has, and all of them fit host memory."""
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    with bare_cell(
+        folder,
+        ranks=2,
+        model=model_of("four-layers", tmp_path),
+        engine_args=[*CELL_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
+        limits={"host_kv_gib": 0.25, "pipelines": ["pp2"]},
+    ) as running:
+        served: dict[str, list[list[int]]] = {}
+        counts: dict[str, list[int]] = {}
+        client = TaskClient()
+        async with client.connected(running):
+            for layout, salt in (("pp2", ""), ("dp2", "alone-")):
+                running.switch(layout, "recompute")
+                names = [f"{salt}{number}" for number in range(SWAPPED)]
+                for number, name in enumerate(names):
+                    given = prompt(f"swapped-{number}", 200)
+                    client.submit(name, given, max_tokens=400, ignore_eos=True)
+                served[layout] = [each.tokens for each in await client.finish(*names)]
+                counts[layout] = [
+                    await settled_total(running, name, 0, 1)
+                    for name in ("preemptions", "host_hits")
+                ]
+    preemptions, hits = counts["pp2"]
+    print(f"\n{preemptions} preemptions, {hits} tokens loaded")
+    assert preemptions > 0
+    assert hits > 0
+    assert served["pp2"] == served["dp2"]

@@ -110,6 +110,14 @@ async def test_a_pipeline_group_loses_a_stage(
     record_property(SUMMARY, await kill_under_streams(cell_of_stages, "pp4", victim))
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("victim", [2, 0], ids=["second stage", "last stage"])
+async def test_a_stage_stands_still(
+    cell_of_stages: BareCell, victim: int, record_property: Any
+) -> None:
+    record_property(SUMMARY, await stop_under_streams(cell_of_stages, "pp4", victim))
+
+
 @pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+pp2"])
 async def test_a_pipeline_group_goes_on_with_tasks_of_a_lost_group(
     cell_of_stages: BareCell, layout: str, record_property: Any
@@ -127,14 +135,17 @@ async def test_a_pipeline_group_goes_on_with_tasks_of_a_lost_group(
 async def test_a_rank_stands_still(
     cell: BareCell, layout: str, victim: int, record_property: Any
 ) -> None:
+    record_property(SUMMARY, await stop_under_streams(cell, layout, victim))
+
+
+async def stop_under_streams(cell: BareCell, layout: str, victim: int) -> str:
     """Its process lives and still writes the step that it is in, and others read its memory."""
     pid = cell.get("/admin/ranks")["ranks"][victim]["pid"]
     stop, go_on = (partial(send, number=number) for number in (signal.SIGSTOP, signal.SIGCONT))
     try:
-        summary = await kill_under_streams(cell, layout, victim, kill=stop, revive=go_on)
+        return await kill_under_streams(cell, layout, victim, kill=stop, revive=go_on)
     finally:
         go_on(pid)
-    record_property(SUMMARY, summary)
 
 
 def send(pid: int, number: int = signal.SIGKILL) -> None:
