@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from comm_pool.layout import Group, Mode, Rank
+from comm_pool.layout import Rank, lease_key
+from comm_pool.mixed import Staged
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding, Carry, Phase
+from coordinator.protocol.terms import Carry, Phase
 from kvadaptor.geometry import Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.reshard.terms import ReshardPlan
@@ -35,23 +36,23 @@ class Clock:
 
 
 class Survivor:
-    """Rank 1, a follower of tp2, of which rank 0 may be lost."""
+    """Rank 1, a follower of tp2, or the first stage of pp2, of which rank 0 may be lost."""
 
-    def __init__(self) -> None:
-        rank = FakeRank(FakeCell(2, pages=PAGES), 1)
+    def __init__(self, stages: int = 1) -> None:
+        rank = FakeRank(FakeCell(2, pages=PAGES, pipelines=[Staged(2)]), 1)
+        self.key = lease_key(RANKS, stages)
         self.runtime, self.engine, self.clock = rank.runtime, rank.engine, Clock()
         self.runtime.host = self.clock  # type: ignore[assignment]
-        memory = memoryview(bytearray(DirectoryShape(RANKS, PAGES, 2).num_bytes))
-        self.leader, self.own, self.reader = (
-            GroupDirectory(memory, DirectoryShape(RANKS, PAGES, 2)) for _ in range(3)
-        )
-        self.engine.directories[RANKS] = self.own
+        shape = DirectoryShape(self.key, PAGES, 2, stages)
+        memory = memoryview(bytearray(shape.num_bytes))
+        self.leader, self.own, self.reader = (GroupDirectory(memory, shape) for _ in range(3))
+        self.engine.directories[self.key] = self.own
         self.participant = SwitchParticipant(Rank(1), 1)
         self.hear(BORN)
-        binding = Binding(Group(RANKS, Mode.TP), BORN)
-        self.runtime.leases.formed(RANKS, self.order(BORN))
+        binding = binding_of(0, 2, BORN, stages)
+        self.runtime.leases.formed(self.key, self.order(BORN))
         self.runtime.leases.joined(binding)
-        mode = self.engine.of_width(2)
+        mode = self.engine.of_width(2, stages)
         assert mode.table is not None
         self.leader.begin(BORN, (1, 1))
         self.runtime.leases.begin(mode, binding, LEASED, ())
@@ -73,7 +74,7 @@ class Survivor:
 
     @property
     def leased(self) -> list[int]:
-        found: list[int] = self.engine.pages.lease_indices(RANKS).tolist()
+        found: list[int] = self.engine.pages.lease_indices(self.key).tolist()
         return found
 
     @property
@@ -81,8 +82,9 @@ class Survivor:
         return self.reader.entries()[0] if self.reader.formation else []
 
 
-def test_pages_with_tasks_stay_until_others_had_time_to_read_them() -> None:
-    rank = Survivor()
+@pytest.mark.parametrize("stages", [1, 2])
+def test_pages_with_tasks_stay_until_others_had_time_to_read_them(stages: int) -> None:
+    rank = Survivor(stages)
     rank.fill(2, 3, 5)
     rank.leader.release([10])
     rank.hear(BORN + 1, rank_0=2)
@@ -159,14 +161,15 @@ def test_a_group_that_is_left_whole_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_group_that_begins_ends_the_rescue_of_its_ranks_alone(is_new: bool) -> None:
-    rank = Survivor()
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_group_that_begins_ends_the_rescue_of_its_ranks_alone(is_new: bool, stages: int) -> None:
+    rank = Survivor(stages)
     rank.fill(2, 3)
     rank.hear(BORN + 1, rank_0=2)
-    own = binding_of(0, 2, BORN + 2) if is_new else binding_of(1, 1, BORN + 2)
-    rank.runtime.leases.formed(own.group.ranks, rank.order(BORN + 2, 2))
+    own = binding_of(0, 2, BORN + 2, stages) if is_new else binding_of(1, 1, BORN + 2)
+    rank.runtime.leases.formed(own.group.lease_key, rank.order(BORN + 2, 2))
     rank.runtime.leases.joined(own)
-    mode = rank.engine.of_width(own.group.width)
+    mode = rank.engine.of_width(own.group.width, own.group.stages)
     rank.runtime.leases.begin(mode, own, 3, ())
     assert rank.leased == ([1, 2, 3] if is_new else [2, 3])
     assert rank.readable == ([] if is_new else [4, 6])
@@ -181,6 +184,19 @@ def test_a_group_that_begins_lets_nobody_read_what_its_pages_held() -> None:
     own = binding_of(1, 1, BORN + 2)
     rank.runtime.leases.begin(rank.engine.of_width(1), own, 3, ())
     assert rank.readable == []
+
+
+def test_a_group_of_the_same_ranks_that_divides_kv_otherwise_leaves_the_rescue_alone() -> None:
+    """tp2 gets the pages that are free; what pp2 has left stays in the others."""
+    rank = Survivor(stages=2)
+    rank.fill(2, 3)
+    rank.hear(BORN + 1, rank_0=2)
+    other = binding_of(0, 2, BORN + 2)
+    rank.runtime.leases.formed(RANKS, rank.order(BORN + 2, 2))
+    rank.runtime.leases.joined(other)
+    rank.runtime.leases.begin(rank.engine.of_width(2), other, 3, ())
+    assert rank.leased == [2, 3]
+    assert rank.readable == [4, 6]
 
 
 def test_an_aborted_formation_is_lost_before_the_coordinator_says_so() -> None:
