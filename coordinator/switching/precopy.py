@@ -74,9 +74,6 @@ class PreCopy:
             return
         if not any(self._moves(group, target) for group in old):
             return
-        groups = (*old, *(each.group for each in target.bindings))
-        if any(group.stages > 1 for group in groups):
-            return  # Their steps overlap, so no round ends at a step's end.
         self._epoch, self._target, self._began_ms = epoch, target, now_ms
         self._granted = dict.fromkeys(old, 0)
         self._done = {rank: (0, 0) for group in old for rank in group.ranks}
@@ -85,7 +82,7 @@ class PreCopy:
     def _moves(self, group: Group, target: Target) -> bool:
         """Return whether other ranks get KV of a group's tasks."""
         report, binding = self._roster.report_of(group.leader), target.binding_of(group.leader)
-        is_same = binding is not None and binding.group.ranks == group.ranks
+        is_same = binding is not None and binding.group.lease_key == group.lease_key
         return report is not None and report.running > 0 and not is_same
 
     def stop(self) -> None:

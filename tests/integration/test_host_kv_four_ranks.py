@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 200
-LAYOUTS = ("dp4", "tp2+tp2", "pp4", "tp4", "pp2+pp2", "sp4", "sp2tp2")
+LAYOUTS = ("dp4", "tp2+tp2", "pp4", "tp4", "pp2+pp2", "pp2tp2", "sp4", "sp2tp2")
 """The last one is mixed: pairs of ranks share heads within a pair, and tokens between pairs."""
 
 
@@ -28,7 +28,7 @@ def cell(
         worker=request.param,
         engine_args=["--dtype", "float32", "--max-model-len", "1024"],
         model=model_of("four-layers", tmp_path_factory.mktemp("model")),
-        limits={"host_kv_gib": 0.25, "pipelines": ["pp2", "pp4"]},
+        limits={"host_kv_gib": 0.25, "pipelines": ["pp2", "pp4", "pp2tp2"]},
     ) as running:
         yield running
 

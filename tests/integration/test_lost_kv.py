@@ -26,6 +26,7 @@ PROMPT_TOKENS = 200
 STREAMS = 16
 TOKENS = 120
 MOVE_TOKENS = 400
+PIPELINES = ["pp2", "pp4", "pp2tp2"]
 SUMMARY = "summary"
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -58,7 +59,7 @@ def cell_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]
 def cell_of_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     """Its random model has layers that four stages divide."""
     model, folder = (tmp_path_factory.mktemp(name) for name in ("model", "lost-stages"))
-    options = {"model": model_of("four-layers", model), "limits": {"pipelines": ["pp2", "pp4"]}}
+    options = {"model": model_of("four-layers", model), "limits": {"pipelines": PIPELINES}}
     with cell_of(4, folder, **options) as running:
         yield running
 
@@ -103,11 +104,20 @@ async def test_a_wide_group_loses_a_member(
     record_property(SUMMARY, await kill_under_streams(cell_of_four, "tp4", victim))
 
 
-@pytest.mark.parametrize("victim", [3, 1, 0], ids=["first stage", "third stage", "last stage"])
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        pytest.param("pp4", 3, id="first stage"),
+        pytest.param("pp4", 1, id="third stage"),
+        pytest.param("pp4", 0, id="last stage"),
+        pytest.param("pp2tp2", 3, id="one of two ranks of the first stage"),
+        pytest.param("pp2tp2", 1, id="one of two ranks of the last stage"),
+    ],
+)
 async def test_a_pipeline_group_loses_a_stage(
-    cell_of_stages: BareCell, victim: int, record_property: Any
+    cell_of_stages: BareCell, layout: str, victim: int, record_property: Any
 ) -> None:
-    record_property(SUMMARY, await kill_under_streams(cell_of_stages, "pp4", victim))
+    record_property(SUMMARY, await kill_under_streams(cell_of_stages, layout, victim))
 
 
 @pytest.mark.chaos

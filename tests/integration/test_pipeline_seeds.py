@@ -75,6 +75,7 @@ def cell(
         engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         model=model,
         limits={"pipelines": ["pp2", "pp4", "pp2tp2"], "host_kv_gib": request.param},
+        precopy="off" if request.param else "on",
         # Two long pauses in a row would let a task that waits for pages seem to hang.
         pause_limit_ms=5_000,
     ) as running:

@@ -68,7 +68,7 @@ def open_directories(
     opened = []
     for split in sorted(splits):
         slots = geometry.slots(split).count
-        for first in range(0, world, split.width):
+        for first in range(0, world - split.width + 1, split.width):
             key = lease_key(tuple(map(Rank, range(first, first + split.width))), split.pp)
             sizes = DirectoryShape(key, num_pages, slots, split.pp)
             is_member = rank in key

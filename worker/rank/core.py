@@ -286,11 +286,12 @@ class RankCore:
         # an older one for true: this rank may have heard of a commit since, and its next action may
         # block it for long.
         yield SendReport(self._take_report())
-        yield SendHello(
-            hello_of(self.engine, self.runtime, self.participant, self._pending_commands)
-        )
+        own = self.engine, self.runtime, self.participant
+        yield SendHello(hello_of(*own, self._pending_commands))
 
     def _obey(self, command: Drop | GiveBack) -> Procedure[None]:
+        # A void step ends its own group alone; the task may be paused in another.
+        yield from self._guarded(FinishStep())
         yield from self._guarded(Obey(command))
         self._reports.has_news = True
 

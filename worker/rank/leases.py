@@ -176,8 +176,8 @@ class Leases:
         """Let the group's directory tell where this rank has its blocks, and no other."""
         engine = self._runtime.engine
         for each in engine.modes.values():
-            is_kept = each is mode or lease_key(each.ranks, each.stages) in self._rescues
-            if each.directory is not None and not is_kept:
+            stays = each is mode or lease_key(each.ranks, each.stages) in self._rescues
+            if each.directory is not None and not stays:
                 each.directory.give_up(engine.spec.rank)
         if (directory := mode.directory) is None:
             return

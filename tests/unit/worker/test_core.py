@@ -23,9 +23,9 @@ from worker.rank.events import (
     Done,
     DrainQueues,
     Effect,
+    FinishStep,
     Follow,
     LeadStep,
-    Obey,
     Overtaken,
     Prepare,
     Prepared,
@@ -174,7 +174,7 @@ def test_a_command_that_fails_within_a_pass_does_not_end_the_pass() -> None:
     """A migration swallows what goes wrong while it reads the inbox, and is itself a failed one."""
     core = CoreRank(FakeCell(1)).core
     assert core.handle(Tick(), 1) == DrainQueues()
-    assert core.handle(drop("a"), 1) == Obey(drop("a"))
+    assert core.handle(drop("a"), 1) == FinishStep()
     with pytest.raises(PeerLostError):
         core.handle(StepFailed(PeerLostError(99)), 1)
     assert isinstance(core.handle(QueuesDrained(()), 1), SendReport)
@@ -303,7 +303,7 @@ def test_a_drop_during_a_move_waits_for_its_end() -> None:
     cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
     cell.moved = 2
     leader.hear(cell.wanted(Phase.SWAP, Carry.RESHARD))
-    assert kinds(leader.turn())[:3] == ["Resolve", "Obey", "Join"]
+    assert kinds(leader.turn())[:4] == ["Resolve", "FinishStep", "Obey", "Join"]
     (of_a,) = ended(leader)
     assert (of_a.task, of_a.cause) == (TaskId("a"), EndCause.CANCELLED)
 

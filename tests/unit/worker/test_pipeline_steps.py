@@ -264,6 +264,26 @@ def test_a_command_finishes_all_steps_first() -> None:
     assert leader.runtime.book.get(TaskId(last)) is None
 
 
+def test_a_command_is_obeyed_though_the_steps_before_it_are_void() -> None:
+    """It concerns a task that is paused in another group, which nobody returns."""
+    cell = cell_of("tp2")
+    cell.place_task("paused")
+    cell.turn(2)
+    cell.retarget("pp2")
+    for phase in (Phase.PARK, Phase.SWAP, Phase.SERVE):
+        cell.ask(cell.wanted(phase, Carry.PAUSE))
+    fill(cell, 6)
+    leader = cell.ranks[0]
+    leader.turn()
+    assert leader.runtime.steps.has_planned
+    binding = cell.target.bindings[0]
+    leader.engine.communicators.abort(binding.group.ranks, binding.formation)
+    leader.hear(drop("paused"))
+    leader.turn()
+    assert leader.runtime.book.get(TaskId("paused")) is None
+    assert "paused" in {each.task for report in leader.reports for each in report.ended}
+
+
 @pytest.mark.parametrize(
     ("world", "layouts"),
     [
