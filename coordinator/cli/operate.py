@@ -240,7 +240,7 @@ def step_times_text(times: dict[str, Any]) -> str:
     lines = [
         "step times measured at start",
         format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),
-        f"A group {width} wide holds the KV of {times['kv_tokens']:,} tokens, in every mode.",
+        f"A group {width} wide holds KV of {times['kv_tokens']:,} tokens, in stages at least that.",
     ]
     for mode, floor_ms in times["floor_ms"].items():
         name = mode if mode in mixed else f"{mode}{width}"

@@ -11,7 +11,7 @@ from coordinator.model.records import Decision, SwitchRecord
 from coordinator.policy.alternator import AlternationView
 from coordinator.protocol.messages.rank import Probed, RankHello
 from coordinator.protocol.terms import Binding, Tier
-from coordinator.ranks.roster import RankRecord, Roster, kv_tokens
+from coordinator.ranks.roster import RankRecord, Roster, blocks_per_page, kv_tokens
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
@@ -205,7 +205,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
 
 def _slots(group: Group, leader: RankRecord | None) -> int:
     """Return how many blocks a page of each member holds."""
-    return min(group.width, leader.hello.kv_heads) if leader else 1
+    return blocks_per_page(leader.hello, group.width, group.stages) if leader else 1
 
 
 def _pages_free(rank: Rank, roster: Roster) -> int | None:

@@ -153,7 +153,7 @@ class Knowledge:
         return GroupCost(
             decode=decode,
             prefill=prefill,
-            capacity_tokens=kv_tokens(hellos, width),
+            capacity_tokens=kv_tokens(hellos, width, stages),
             tasks_max=hellos[0].max_tasks,
             chunk_tokens=stages * (hellos[0].tokens_per_step_max or CHUNK_TOKENS),
             floor_s=floors.get(small, 0) * 1e-6,

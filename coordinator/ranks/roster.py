@@ -245,16 +245,19 @@ class Roster:
         )
 
 
-def kv_tokens(hellos: Sequence[RankHello], width: int) -> int:
-    """Return how many tokens the KV of a group of these ranks holds, whatever mode it is in."""
+def kv_tokens(hellos: Sequence[RankHello], width: int, stages: int = 1) -> int:
+    """Return how many tokens the KV of a group of these ranks holds, with these pipeline stages."""
     # One page is vLLM's null block.
     pages = min(hello.pages_total for hello in hellos) - 1
-    return pages * blocks_per_page(hellos[0], width) * hellos[0].tokens_per_slot
+    return pages * blocks_per_page(hellos[0], width, stages) * hellos[0].tokens_per_slot
 
 
-def blocks_per_page(hello: RankHello, width: int) -> int:
-    """Return how many blocks of a group of this width one page of each member holds."""
-    return min(width, hello.kv_heads)
+def blocks_per_page(hello: RankHello, width: int, stages: int) -> int:
+    """Return how many blocks of a group of this width one page of each member holds.
+
+    Members that are more than the heads share them; those of other stages have other layers.
+    """
+    return stages * min(width // stages, hello.kv_heads)
 
 
 def _order(report: Report) -> tuple[Stage, int]:

@@ -69,7 +69,8 @@ class PageGrants:
     def blocks_to_gain(self, binding: Binding) -> int:
         """Return how many blocks a group that has a grant would gain by forming anew."""
         hello = self._roster[binding.group.leader].hello
-        return self._free_pages(binding) * blocks_per_page(hello, binding.group.width)
+        group = binding.group
+        return self._free_pages(binding) * blocks_per_page(hello, group.width, group.stages)
 
     def _is_full(self, binding: Binding) -> bool:
         report = self._roster.report_of(binding.group.leader)

@@ -172,7 +172,7 @@ class PreCopy:
         return -(-(report.blocks_total - report.blocks_free) // self._per_page(group))
 
     def _per_page(self, group: Group) -> int:
-        return blocks_per_page(self._roster[group.leader].hello, group.width)
+        return blocks_per_page(self._roster[group.leader].hello, group.width, group.stages)
 
 
 def _progress(report: Report | None, epoch: int) -> tuple[int, int]:

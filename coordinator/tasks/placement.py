@@ -9,10 +9,11 @@ loaded group that could hold it, so later tasks do not take the room it waits fo
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from comm_pool.layout import Rank
+from comm_pool.mixed import Staged
 from coordinator.protocol.terms import Binding, TaskId, Tier
 from coordinator.ranks.roster import Roster, kv_tokens
 from coordinator.switching.stragglers import Stragglers
@@ -160,7 +161,18 @@ def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank
     if any(rank not in alive or not roster.supports(rank, width) for rank in ranks):
         return 0
     hellos = [roster[rank].hello for rank in ranks]
-    return min(kv_tokens(hellos, width), *(hello.max_model_len_tokens for hello in hellos))
+    tokens = max(kv_tokens(hellos, width, stages) for stages in _stages_of(ranks, roster))
+    return min(tokens, *(hello.max_model_len_tokens for hello in hellos))
+
+
+def _stages_of(ranks: Sequence[Rank], roster: Roster) -> Iterator[int]:
+    """Yield into how many pipeline stages these ranks can divide the layers of a group."""
+    width, stages = len(ranks), 1
+    while stages <= width:
+        staged = Staged(stages, width // stages) if stages > 1 else None
+        if staged is None or all(roster.can_compute(rank, width, staged) for rank in ranks):
+            yield stages
+        stages *= 2
 
 
 def foreign_to(group: OpenGroup, groups: Sequence[OpenGroup], task: Task) -> bool:

@@ -19,7 +19,8 @@ from coordinator.policy.step_file import parse_step_times
 from coordinator.protocol.messages.rank import RankHello
 from coordinator.protocol.messages.steps import ServedSteps, WidthTimes
 from coordinator.protocol.terms import Tier
-from coordinator.ranks.roster import Roster
+from coordinator.ranks.roster import Roster, kv_tokens
+from coordinator.tasks.placement import max_context_tokens
 from tests.harness.coordinator.builders import hello
 from tests.harness.coordinator.policy import SETTINGS, observation, tier
 
@@ -84,6 +85,16 @@ def test_a_step_of_a_pipeline_group_stands_for_one_of_each_stage() -> None:
     assert found.decode.token_s == pytest.approx(STAGE.token_s, rel=0.01)
     assert found.chunk_tokens == 2 * 2_048
     assert found.capacity_tokens == Ranks(staged(0), staged(1)).costs.groups["tp2"].capacity_tokens
+
+
+def test_stages_have_more_kv_than_parts_that_share_a_head() -> None:
+    ranks = Ranks(*(replace(staged(rank, 2), kv_heads=1) for rank in range(2)))
+    groups = ranks.costs.groups
+    assert groups["pp2"].capacity_tokens == 2 * groups["tp2"].capacity_tokens
+    one = kv_tokens([staged(0)], 1)
+    plain = Ranks(*(replace(staged(rank), kv_heads=1) for rank in range(2)))
+    assert max_context_tokens(plain.roster, plain.alive) == one
+    assert max_context_tokens(ranks.roster, ranks.alive) == 2 * one
 
 
 def test_served_steps_correct_what_stages_measured() -> None:

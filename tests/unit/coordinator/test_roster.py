@@ -1,9 +1,13 @@
-"""What counts as news of a rank."""
+"""What counts as news of a rank, and what its pages hold."""
+
+import pytest
+from msgspec.structs import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank
 from coordinator.model.weight_parts import WeightParts
 from coordinator.protocol.terms import Phase, Stage
-from coordinator.ranks.roster import Arrival, Roster
+from coordinator.ranks.roster import Arrival, Roster, blocks_per_page
+from kvadaptor.geometry import PageGeometry, Split
 from tests.harness.coordinator.builders import hello, report
 
 ONE = Rank(1)
@@ -166,3 +170,12 @@ def test_a_group_needs_no_lender_for_what_its_members_hold() -> None:
     assert ranks.serves(four)
     assert not ranks.serves_whole(Layout((pair, alone(4))))
     assert ranks.serves_whole(Layout((alone(4), alone(5))))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", [Split(1, 1), Split(1, 4), Split(4, 1), Split(2, 2), Split(2, 4)])
+def test_pages_have_the_blocks_that_ranks_make_of_them(kv_heads: int, split: Split) -> None:
+    """Members that are more than the heads share them, unless they have other layers."""
+    geometry = PageGeometry(8, kv_heads, 16, 16, 2, 16)
+    told = replace(hello(0), kv_heads=kv_heads)
+    assert blocks_per_page(told, split.width, split.pp) == geometry.slots(split).count
