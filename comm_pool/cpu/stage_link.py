@@ -71,6 +71,10 @@ class StageLink:
             self._others_count()  # Bytes from a sender that has left this formation are void.
             self._publish()
 
+    def done(self) -> Callable[[], bool]:
+        """See `LinkEnd`; what is launched is over."""
+        return lambda: True
+
     def release(self) -> None:
         """See `LinkEnd`; both ends look whether the formation is aborted."""
 

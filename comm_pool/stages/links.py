@@ -27,6 +27,9 @@ class LinkEnd(Protocol):
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fill contiguous tensors of the same shapes and types with what the stage before sends."""
 
+    def done(self) -> Callable[[], bool]:
+        """Return a query for whether all that was launched here until now is over; any thread."""
+
     def release(self) -> None:
         """Let what waits for the other end in an aborted formation go on; any thread."""
 
@@ -52,8 +55,17 @@ class StageLinks:
     before: LinkEnd | None
     after: LinkEnd | None
 
+    @property
+    def ends(self) -> tuple[LinkEnd, ...]:
+        """Those that it has."""
+        return tuple(each for each in (self.before, self.after) if each is not None)
+
+    def done(self) -> Callable[[], bool]:
+        """See `LinkEnd`; of both."""
+        queries = [each.done() for each in self.ends]
+        return lambda: all(is_done() for is_done in queries)
+
     def release(self) -> None:
         """Release both."""
-        for end in (self.before, self.after):
-            if end is not None:
-                end.release()
+        for each in self.ends:
+            each.release()

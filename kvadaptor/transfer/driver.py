@@ -41,7 +41,11 @@ def call_driver(name: str, *arguments: Any) -> str | None:
     Raises `DriverError` if there is none, or one without this call.
     """
     driver = _driver()
-    status: int = (_versioned(name) if name in VERSIONS else getattr(driver, name))(*arguments)
+    try:
+        entry = _versioned(name) if name in VERSIONS else getattr(driver, name)
+    except AttributeError as error:
+        raise DriverError(f"the CUDA driver has no {name}: install a newer one.") from error
+    status: int = entry(*arguments)
     if status == 0:
         return None
     text = ctypes.c_char_p()

@@ -243,8 +243,11 @@ class HostMover:
         lost = self._run(flows)
         self._copier.finish()
         if lost:
-            names = ", ".join(f"rank {rank}" for rank in sorted(lost))
-            raise MoveError(f"{names} ended during the move: its tasks are computed again.")
+            places = ", ".join(map(str, sorted(lost)))
+            raise MoveError(
+                f"of the ranks that started together, number {places} ended during the move: its "
+                "tasks are computed again."
+            )
         seconds = time.perf_counter() - started
         return stats_of(mine, self.own.owner, grid.whole_bytes, seconds)
 

@@ -22,7 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.cpu.cell_memory import host_kv_name
 from comm_pool.layout import Mode, Rank, StepMode, lease_key
-from comm_pool.pool import CommunicatorPool, activate
+from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
@@ -45,7 +45,7 @@ from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
-from worker.engine.pipelines import connect_pipelines
+from worker.engine.pipelines import connect_pipelines, launched
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
@@ -87,6 +87,7 @@ class RankEngine:
         self.device = prepare_process(base, *_of_process(spec))
         notes = MemoryNotes(self.device)
         self._token = torch.zeros(64, device=self.device)
+        self._selected: Communicator | None = None
         widths = communicator_widths(spec)
         progress("communicators", 0, max(1, len(widths) - 1 + len(spec.mixed)))
         self.communicators = CommunicatorPool(
@@ -173,6 +174,7 @@ class RankEngine:
         activate(self.communicators.of_width(first.width))
         with set_current_vllm_config(configs[first]):
             activations = activation_bytes(self.device, runners[first].profile_run)
+        activations += max(each.sent_bytes for each in runners.values())
         self.other_bytes["activations"] = activations
         expected: list[tuple[int, int]] = []
         for done, key in enumerate(self.keys):
@@ -240,11 +242,7 @@ class RankEngine:
 
     def done(self) -> Callable[[], bool]:
         """Return a query for whether the device has done all that was launched until now."""
-        if self.device.type != "cuda":
-            return lambda: True
-        event = torch.cuda.Event()
-        event.record()
-        return lambda: bool(event.query())
+        return launched(self.device, self._selected)
 
     def mark(self) -> Callable[[], None]:
         """Return a call after which the caller's later work waits for what this thread launched."""
@@ -437,6 +435,7 @@ class RankEngine:
         mode = self.of_width(width, stages)
         self.communicators.enter(formation)
         activate(mode.communicator)
+        self._selected = mode.communicator
         return mode
 
     def facts(self) -> EngineFacts:

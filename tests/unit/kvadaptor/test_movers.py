@@ -168,7 +168,10 @@ def test_all_ranks_get_the_fastest_mover_that_works(*, peer_access: bool) -> Non
 def test_a_peer_that_ends_in_a_move_through_the_host_keeps_nobody(*, is_begun: bool) -> None:
     """All that others exchange is moved, and then each of them says who has ended."""
     *others, _ = run_ranks(3, lose_the_last, 400, is_begun)
-    said = "rank 2 ended during the move: its tasks are computed again."
+    said = (
+        "of the ranks that started together, number 2 ended during the move: its tasks are "
+        "computed again."
+    )
     assert others == [(said, True)] * 2
 
 

@@ -32,7 +32,6 @@ class ThreadQueue:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self.done = 0
 
     def wait_for(self, word: int, value: int) -> None:
         place = ctypes.c_int64.from_address(word)
@@ -61,13 +60,17 @@ class ThreadQueue:
         self._work.put(over.set)
         return over.wait(0.1)
 
+    def done(self) -> Callable[[], bool]:
+        over = threading.Event()
+        self._work.put(over.set)
+        return over.is_set
+
     def stop(self) -> None:
         self._work.put(None)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            self.done += 1
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -242,6 +245,22 @@ def test_devices_go_on_once_an_aborted_formation_is_released(ends: Ends, by_grou
     for end in (ends.send, ends.receive):
         with pytest.raises(PeerLostError, match=f"formation {BORN} has lost a member"):
             end(lost)
+
+
+def test_a_sender_that_waits_for_a_lost_stage_is_not_done_before_it_is_released(
+    ends: Ends,
+) -> None:
+    """So its rank stays in the group until then: the next formation would wait after it."""
+    ends.send(*message([(PIECES + 2) * PIECE_BYTES]))
+    is_done = ends.sender.done()
+    assert not ends.sending.is_idle() and not is_done()
+    ends.aborted.add(BORN)
+
+    def is_out() -> bool:
+        ends.sender.release()
+        return is_done()
+
+    until(is_out)
 
 
 def test_the_next_formation_begins_after_a_released_one(ends: Ends) -> None:

@@ -110,6 +110,11 @@ class ModeRunner(CPUModelRunner):
         return exchange_of(self._trees)
 
     @property
+    def sent_bytes(self) -> int:
+        """Memory of activations is not counted on CPU."""
+        return 0
+
+    @property
     def graphed_tokens(self) -> int:
         """Steps of at most this many tokens replay a graph of the first tree: none does on CPU."""
         return 0

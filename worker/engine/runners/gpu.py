@@ -88,6 +88,9 @@ class DeviceTimes:
         return float(first.elapsed_time(self._ended)) * 1e-3
 
 
+SENT_STEPS = 2
+"""Long steps whose activations a stage has room for besides those that it computes."""
+
 SP_GRAPH_TOKENS_MIN = 64
 """Smallest decode batch that sp has a graph for: below it tp reads less weights per step."""
 
@@ -294,6 +297,14 @@ class GpuModeRunner(GPUModelRunner):
             return ()
         return self._prompt_sizes()
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of activations that wait at most to be sent to the next pipeline stage."""
+        if self._traffic is None or self.is_last_pp_rank:
+            return 0
+        row = self.model.make_empty_intermediate_tensors(1, self.model_config.dtype, self.device)
+        return SENT_STEPS * self.max_num_tokens * sum(each.nbytes for each in row.tensors.values())
+
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share all but tree and graphs."""
         self.model = self._trees[mode]
@@ -323,6 +334,8 @@ class GpuModeRunner(GPUModelRunner):
         tokens = step.total_num_scheduled_tokens
         received = self._begin_stage(step, tokens)
         times = DeviceTimes()
+        # A dummy step of a stage that does not sample leaves its own.
+        self.execute_model_state = None
         output = self.execute_model(step, received)
         result = self.sample_tokens(grammar) if self.execute_model_state is not None else output
         if self._traffic is not None and tokens:
@@ -423,6 +436,8 @@ class GpuModeRunner(GPUModelRunner):
         # All but the first pipeline stage take activations.
         execute = partial(self.execute_model, intermediate_tensors=self.intermediate_tensors)
         warmup_kernels(self, execute, self.sample_tokens)
+        if isinstance(self.pp_handler, StepTokens):
+            self.pp_handler.warm(self.postprocess_sampled)
         lock_workspace()
         # Sampling for the maximum number of tasks took a gigabyte that is not needed soon.
         torch.accelerator.empty_cache()

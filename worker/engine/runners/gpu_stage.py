@@ -6,6 +6,7 @@ and the leader, which has the last stage, writes a task's last token into the st
 So nothing of a step outlives it, and groups can be left and formed at any step.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ class StepTokens:
                 rows.append(row)
                 tokens.append(ids[-1])
         self._taken = self._of_rows(rows, tokens) if rows else None
+
+    def warm(self, update: Callable[..., None]) -> None:
+        """Let vLLM's update of a row compile before there are tasks: its own warm-up does not."""
+        if not self._is_last:
+            update(**self._of_rows([0], [0]))
 
     def _of_rows(self, rows: list[int], tokens: list[int]) -> dict[str, torch.Tensor]:
         """Return what vLLM's `postprocess_sampled` takes."""

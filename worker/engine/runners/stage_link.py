@@ -18,8 +18,8 @@ from comm_pool.cpu.cell_memory import FENCE
 from comm_pool.cpu.shared_plane import SEQUENCE_BITS
 from comm_pool.formations import Formations, PeerLostError
 from comm_pool.stages.links import LinkEnd
-from kvadaptor.transfer.boxes import address_in, fill_memory, register
-from kvadaptor.transfer.driver import call_driver
+from kvadaptor.transfer.boxes import HostCopyError, address_in, fill_memory, register
+from kvadaptor.transfer.driver import DriverError, call_driver
 
 PIECE_BYTES = 8 << 20
 """A piece takes 0.16 ms, so the other end begins that much later; each costs three launches."""
@@ -34,7 +34,7 @@ _AT_LEAST = 0
 
 
 class StageLinkError(RuntimeError):
-    """The driver cannot let streams wait for words; the message is one sentence."""
+    """Devices cannot exchange activations; the message is one sentence."""
 
 
 class WorkQueue(Protocol):
@@ -48,6 +48,9 @@ class WorkQueue(Protocol):
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """Copy bytes between the device and memory of the host."""
+
+    def done(self) -> Callable[[], bool]:
+        """Return a query for whether all of it until now is over; any thread."""
 
 
 class StreamQueue:
@@ -70,6 +73,11 @@ class StreamQueue:
         sides = ctypes.c_uint64(target), ctypes.c_uint64(source)
         self._launch("cuMemcpyAsync", *sides, ctypes.c_size_t(num_bytes), self._handle)
 
+    def done(self) -> Callable[[], bool]:
+        """See `WorkQueue`."""
+        event = self.stream.record_event()
+        return lambda: bool(event.query())
+
     @property
     def _handle(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.stream.cuda_stream)
@@ -77,10 +85,7 @@ class StreamQueue:
     def _launch(self, name: str, *arguments: Any) -> None:
         error = call_driver(name, *arguments)
         if error:
-            raise StageLinkError(
-                f"the CUDA driver refuses {name} ({error}), which pipeline stages need: leave "
-                "pp groups out of --pipelines and --layout."
-            )
+            raise StageLinkError(f"{name} between pipeline stages failed ({error}).")
 
 
 def _of_word(word: int, value: int, flags: int) -> tuple[Any, ...]:
@@ -134,6 +139,10 @@ class DeviceStageLink:
             self.queue.copy(address, self._piece, num_bytes)
             self._publish()
 
+    def done(self) -> Callable[[], bool]:
+        """See `LinkEnd`: a message to a lost stage is over once it is released."""
+        return self.queue.done()
+
     def release(self) -> None:
         """Let streams go on that wait in an aborted formation; any thread.
 
@@ -182,8 +191,21 @@ def make_device_link(
     *,
     sends: bool,
 ) -> DeviceStageLink:
-    """Return an end whose memory the device can reach; raises `HostCopyError`."""
-    fill_memory(memory, 0, len(memory))
-    register(address_in(memory, 0), len(memory))
-    queue = StreamQueue(device)
-    return DeviceStageLink(memory, formations, is_aborted, sends=sends, queue=queue)
+    """Return an end whose memory the device can reach.
+
+    Raises `StageLinkError` if that, or letting a stream wait for a word, is beyond the driver.
+    """
+    queue, address = StreamQueue(device), address_in(memory, 0)
+    try:
+        fill_memory(memory, 0, len(memory))
+        register(address, len(memory))
+        queue.wait_for(address, 0)
+        link = DeviceStageLink(memory, formations, is_aborted, sends=sends, queue=queue)
+        queue.stream.synchronize()
+    except (DriverError, HostCopyError, StageLinkError) as error:
+        raise StageLinkError(
+            f"pipeline stages exchange activations through {len(memory) >> 20} MiB of host memory, "
+            f"for which the CUDA driver is not fit here ({error}): raise the limit of locked "
+            "memory (ulimit -l), or leave pp groups out of --pipelines and --layout."
+        ) from error
+    return link
