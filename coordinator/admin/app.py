@@ -240,6 +240,7 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     _require_target(core, wanted)
     if wait:
         await _until_serving(core, wanted)
+        await context.owner.settled()
     answer = core.views.layout()
     switches = _switches(context, 1)
     return {**answer, "switch": switches[-1] if switches else None}

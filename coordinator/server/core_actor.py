@@ -79,6 +79,8 @@ class CoreActor:
         self._tick_s = tick_ms / 1000
         self._clock = clock
         self._inbox: asyncio.Queue[_Posted] = asyncio.Queue()
+        self._handling = asyncio.Lock()
+        """Held from the decision of an event until all of its effects are published."""
         self.rank_outboxes: dict[Rank, Outbox] = {}
         self.gateway_outboxes: dict[str, Outbox] = {}
         self.launcher_outboxes: set[Outbox] = set()
@@ -103,6 +105,11 @@ class CoreActor:
         """Post `event` without waiting: for sessions that end, which cannot wait."""
         self._inbox.put_nowait(_Posted(event, admit, None))
 
+    async def settled(self) -> None:
+        """Wait until all that was decided is published, such as the record of a switch."""
+        async with self._handling:
+            pass
+
     async def run(self) -> None:
         """Run the core until cancelled; an error of the core propagates and ends the process."""
         ticker = asyncio.create_task(self._tick())
@@ -111,7 +118,8 @@ class CoreActor:
                 posted = await self._inbox.get()
                 try:
                     if posted.admit():
-                        await self._handle(posted.event, self._clock())
+                        async with self._handling:
+                            await self._handle(posted.event, self._clock())
                 finally:
                     if posted.handled is not None and not posted.handled.done():
                         posted.handled.set_result(None)

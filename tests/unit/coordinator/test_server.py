@@ -384,6 +384,30 @@ async def test_a_rank_s_session_has_the_answer_before_the_rest_is_worked_out() -
     assert taken_first == [1, 2, 3]
 
 
+async def test_who_waits_for_all_of_an_event_finds_its_record() -> None:
+    """As one who waited for a switch and then reads metrics, in the moment after the decision."""
+
+    class Recorder(EchoCore):
+        def decide(self, event: Event, now_ms: int) -> list[Effect]:
+            decided.set()
+            return super().decide(event, now_ms)
+
+        def publish(self, event: Event) -> list[Effect]:
+            published.append(event)
+            return []
+
+    decided = asyncio.Event()
+    published: list[Event] = []
+    owner = CoreActor(Recorder(), tick_ms=60_000, clock=monotonic_ms)
+    running = asyncio.create_task(owner.run())
+    owner.post_soon(RankReported(Rank(0), report(0, 1)))
+    await decided.wait()
+    assert not published
+    await owner.settled()
+    assert len(published) == 1
+    running.cancel()
+
+
 async def test_no_event_is_handled_by_half_when_the_process_ends() -> None:
     class Watched(EchoCore):
         def publish(self, event: Event) -> list[Effect]:
