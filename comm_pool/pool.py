@@ -332,11 +332,11 @@ class CommunicatorPool:
         This process can never form the group again. One call takes about 0.1 s, or until
         `is_wanted` returns false; repeat it while it is wanted. Does nothing on CPU.
         """
-        # Survivors form subgroups of the ranks next, so these stay. Only this group uses the
-        # strided groups of mixed shapes across it.
         for staged, each in self._staged.items():
             if staged.width == len(ranks) and each.links is not None:
                 each.links.release()
+        # Survivors form subgroups of the ranks next, so these stay. Only this group uses the
+        # strided groups of mixed shapes across it.
         mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
         ways = [each.aborter for each in (self.of(ranks), *mixed) if each.aborter is not None]
         if ways:

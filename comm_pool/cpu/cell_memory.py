@@ -10,9 +10,9 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from comm_pool.layout import lease_key
+from comm_pool.layout import Rank, lease_key
 from comm_pool.mixed import Mixed, Staged, reducing_groups
 from comm_pool.plan import communicator_plan
 
@@ -132,9 +132,6 @@ def cell_memory(
 ) -> CellMemory:
     """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
-    staged = [
-        (ranks, each) for each in set(pipelines) for ranks in aligned if len(ranks) == each.width
-    ]
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_rank = (
         mailbox_name,
@@ -146,7 +143,7 @@ def cell_memory(
     )
     of_ranks = (name(rank) for name in of_rank for rank in range(world))
     alone = ((rank,) for rank in range(world))
-    keys = (lease_key(ranks, each.pp) for ranks, each in staged)
+    keys = (lease_key(ranks, each.pp) for ranks, each in _staged(aligned, pipelines))
     directories = (directory_name(key) for key in (*alone, *aligned, *keys))
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     queues = (queue_name(ranks) for ranks in aligned)
@@ -159,10 +156,16 @@ def link_names(
 ) -> tuple[str, ...]:
     """Name the memory of all links between the stages of pipeline groups."""
     return tuple(
-        link_name(ranks, staged, stage, part)
-        for staged in set(pipelines)
-        for ranks in communicator_plan(world, widths)
-        if len(ranks) == staged.width
-        for stage in range(staged.pp - 1)
-        for part in range(staged.tp)
+        link_name(ranks, each, stage, part)
+        for ranks, each in _staged(communicator_plan(world, widths), pipelines)
+        for stage in range(each.pp - 1)
+        for part in range(each.tp)
     )
+
+
+def _staged(
+    aligned: Sequence[tuple[Rank, ...]], pipelines: Collection[Staged]
+) -> Iterator[tuple[tuple[Rank, ...], Staged]]:
+    """Yield the ranks of each pipeline group that these aligned ranks may form."""
+    for each in set(pipelines):
+        yield from ((ranks, each) for ranks in aligned if len(ranks) == each.width)

@@ -204,8 +204,8 @@ async def test_streams_are_exact_through_pipeline_groups(cell: BareCell) -> None
         carried.update(record["tasks"])
     reached = Counter(record["to"] for record in records)
     hits = [await total(cell, f"{kind}_hits") for kind in ("host", "lost")]
-    told = f"{kills} kills, {hits} tokens from host pages and lost groups"
-    print(f"\n{len(records)} switches to {dict(reached)}, {dict(carried)}, {told}, {worst:.1e}")
+    done = f"{kills} kills, {hits} tokens from host pages and lost groups"
+    print(f"\n{len(records)} switches to {dict(reached)}, {dict(carried)}, {done}, {worst:.1e}")
     assert carried["reshard"] > 0
     assert any("pp" in layout for layout in reached)
     if cell.config.cell.host_kv_gib:

@@ -258,7 +258,7 @@ class Cell:
             self.readers.append(Reader(rank, group, page, key, block, places))
 
     def load(self, reader: Reader) -> None:
-        """Let a member load what was pinned; the last one lets it go."""
+        """Let a member load the pinned pages; the last one unpins them."""
         place = reader.missing.pop()
         member, (loads, _) = reader.group.members[place], reader.group.copiers[place]
         numbers = member.table.slots([reader.block])

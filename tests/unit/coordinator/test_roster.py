@@ -177,5 +177,5 @@ def test_a_group_needs_no_lender_for_what_its_members_hold() -> None:
 def test_pages_have_the_blocks_that_ranks_make_of_them(kv_heads: int, split: Split) -> None:
     """Members that are more than the heads share them, unless they have other layers."""
     geometry = PageGeometry(8, kv_heads, 16, 16, 2, 16)
-    told = replace(hello(0), kv_heads=kv_heads)
-    assert blocks_per_page(told, split.width, split.pp) == geometry.slots(split).count
+    sent = replace(hello(0), kv_heads=kv_heads)
+    assert blocks_per_page(sent, split.width, split.pp) == geometry.slots(split).count
