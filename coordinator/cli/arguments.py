@@ -180,7 +180,7 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
     prepared = "groups to prepare, separated by commas; default: those of --layout"
     add("--mixed", metavar="sp2tp2", help=f"mixed {prepared}")
-    add("--pipelines", metavar="pp2", help=f"pipeline {prepared}; CPU ranks only")
+    add("--pipelines", metavar="pp2", help=f"pipeline {prepared}")
     _add_memory_options(parser)
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add("--precopy", choices=("on", "off"), help="copy KV before a switch stops; default: off")

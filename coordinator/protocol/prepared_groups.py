@@ -74,10 +74,10 @@ def pipeline_groups(cell: Cell, groups: Iterable[Group]) -> tuple[Staged, ...]:
         except StagedError as error:
             raise ValueError(f"cell.pipelines: {error}") from error
     for staged in sorted(named):
-        if cell.device != "cpu":
+        if cell.device != "cpu" and staged.tp > 1:
             raise ValueError(
-                f"{staged} is a pipeline group, which only CPU ranks run yet: use "
-                f"'tp{staged.width}', or cell.device cpu."
+                f"{staged} has stages of {staged.tp} ranks, which only CPU ranks run yet: use "
+                f"'pp{staged.width}' or 'tp{staged.width}', or cell.device cpu."
             )
         if cell.weight_parts > 1:
             raise ValueError(

@@ -58,13 +58,14 @@
 {{/* What `parse_layout` refuses: groups of more or fewer ranks than there are, or of widths that are not prepared. */}}
 {{- define "aileron.checkGroups" -}}
 {{- $cell := (include "aileron.config.derived" . | fromYaml).cell -}}
+{{- $given := .Values.config.cell | default dict -}}
 {{- $ranks := int $cell.ranks -}}
 {{- $count := 0 -}}
 {{- range $part := splitList "+" $cell.layout -}}
 {{- if hasPrefix "pp" $part -}}
-{{- if ne (dig "device" "cpu" $cell) "cpu" -}}
-{{- fail (printf "config.cell.layout %s has a pipeline group, which only CPU ranks run yet: name another layout." $cell.layout) -}}
-{{- else if gt (int (dig "weight_parts" 1 $cell)) 1 -}}
+{{- if and (ne (dig "device" "cpu" $given) "cpu") (contains "tp" $part) -}}
+{{- fail (printf "config.cell.layout %s has stages of several ranks, which only CPU ranks run yet: name another layout." $cell.layout) -}}
+{{- else if gt (int (dig "weight_parts" 1 $given)) 1 -}}
 {{- fail (printf "config.cell.layout %s has a pipeline group, which needs all of the weights on each rank: name another layout, or leave out config.cell.weight_parts." $cell.layout) -}}
 {{- end -}}
 {{- end -}}

@@ -76,6 +76,11 @@ REFUSED: dict[str, tuple[str, Object, str]] = {
         {"config": {"cell": {"layout": "dp2"}}},
         "config.cell.layout dp2 has 2 ranks, but config.cell.ranks is 8",
     ),
+    "stages of several ranks on GPUs": (
+        "8xgpu",
+        {"config": {"cell": {"layout": "pp2tp2+dp4"}}},
+        "config.cell.layout pp2tp2+dp4 has stages of several ranks, which only CPU ranks run yet",
+    ),
     "a layout of widths that there are not": (
         "8xgpu",
         {"config": {"cell": {"widths": [1, 2], "layout": "tp4+dp4"}}},
@@ -263,6 +268,7 @@ GROUPS: list[Object] = [
     {"ranks": 8, "weight_parts": 8},
     {"ranks": 8, "weight_parts": 2, "mixed": ["sp4tp2"]},
     {"ranks": 4, "weight_parts": 2, "widths": [1, 2]},
+    {"ranks": 4, "weight_parts": 2, "layout": "pp4"},
 ]
 
 

@@ -24,7 +24,7 @@ aileron serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --max-mo
 | `--tensor-parallel-size 4` | four ranks that start in layout `tp4`; `aileron switch dp4` changes it while requests run |
 | `--data-parallel-size 4` | four ranks that start in layout `dp4` |
 | both | `-tp 2 -dp 2` is the layout `tp2+tp2` |
-| `--pipeline-parallel-size 2` | `-pp 2 -dp 2` is the layout `pp2+pp2`; `-pp 2 -tp 2` is `pp2tp2`; on CPU ranks only |
+| `--pipeline-parallel-size 2` | `-pp 2 -dp 2` is the layout `pp2+pp2`; `-pp 2 -tp 2` is `pp2tp2`, on CPU ranks only |
 | `--served-model-name A B` | the same: several names of one model |
 | `--api-key`, `VLLM_API_KEY` | the keys that requests need; `aileron key` makes keys with tenants, tiers and limits |
 | `--host 0.0.0.0` | needs `--keys`, `--api-key` or `--insecure-no-auth` |

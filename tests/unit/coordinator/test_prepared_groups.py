@@ -66,14 +66,16 @@ def test_mixed_groups_are_no_pipeline_groups() -> None:
             "leave it out.",
         ),
         (
-            CellOptions(device="cuda", pipelines=("pp4",)),
+            CellOptions(device="cuda", pipelines=("pp2tp2",)),
             "dp8",
-            "pp4 is a pipeline group, which only CPU ranks run yet: use 'tp4', or cell.device cpu.",
+            "pp2tp2 has stages of 2 ranks, which only CPU ranks run yet: use 'pp4' or 'tp4', or "
+            "cell.device cpu.",
         ),
         (
             CellOptions(device="cuda"),
-            "dp6+pp2",
-            "pp2 is a pipeline group, which only CPU ranks run yet: use 'tp2', or cell.device cpu.",
+            "dp4+pp2tp2",
+            "pp2tp2 has stages of 2 ranks, which only CPU ranks run yet: use 'pp4' or 'tp4', or "
+            "cell.device cpu.",
         ),
         (
             CellOptions(weight_parts=2, pipelines=("pp4",)),

@@ -63,8 +63,8 @@ def test_a_model_may_stand_anywhere(words: list[str]) -> None:
         (["-tp", "2", "--ranks", "8"], 8, "tp2+tp2+tp2+tp2"),
         (["-tp", "2", "--layout", "dp2"], 2, "dp2"),
         (["-tp", "1", "-pp", "1"], 1, "dp1"),
-        (["-pp", "2", "--device", "cpu"], 2, "pp2"),
-        (["-pp", "2", "-dp", "2", "--device", "cpu"], 4, "pp2+pp2"),
+        (["-pp", "2"], 2, "pp2"),
+        (["-pp", "2", "-dp", "2"], 4, "pp2+pp2"),
         (["-pp", "2", "-tp", "2", "--device", "cpu"], 4, "pp2tp2"),
         (["-pp", "1"], 8, "dp8"),
         ([], 8, "dp8"),
@@ -76,9 +76,9 @@ def test_parallel_sizes_become_ranks_and_layout(words: list[str], ranks: int, la
     assert config.model.engine_args == ()
 
 
-def test_stages_on_gpus_are_refused_with_what_can_be_used() -> None:
-    with pytest.raises(CliError, match="pp2 is a pipeline group, which only CPU ranks run yet"):
-        build("m", "-pp", "2", gpus=8)
+def test_wide_stages_on_gpus_are_refused_with_what_can_be_used() -> None:
+    with pytest.raises(CliError, match="pp2tp2 has stages of 2 ranks, which only CPU ranks run"):
+        build("m", "-pp", "2", "-tp", "2", gpus=8)
 
 
 def test_several_names_and_own_options() -> None:
