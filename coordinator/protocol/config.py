@@ -74,8 +74,8 @@ class CellConfig(_Frozen):
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     pipelines: tuple[str, ...] = ()
-    """Pipeline groups that layouts may have, such as pp2; those of `layout` need no mention. On GPUs
-    a stage is one rank."""
+    """Pipeline groups that layouts may have, such as pp2; those of `layout` need no mention. On
+    GPUs a stage is one rank."""
     weight_parts: int = Field(default=1, ge=1)
     """Parts of the weights: each rank holds one of them, so that more memory is left for KV, or so
     that a model fits that is larger than a device. `borrow` says what a rank does for the others.

@@ -50,7 +50,8 @@ class Sizes:
 
     kv: int = 120_000
     """What the KV memory of each cell holds."""
-    host_gib: float = 24.0
+    host_share: float = 1.6
+    """What the host's pages hold, over what a cell's KV memory holds: `load` fills the latter."""
     memory_share: float = 0.44
     decode_streams: int = 128
     decode_prompt: int = 256
@@ -73,7 +74,7 @@ class Sizes:
 
 DEMO_SIZES = Sizes(
     kv=4_000,
-    host_gib=0.25,
+    host_share=26.0,
     decode_streams=8,
     decode_prompt=64,
     decode=40,
@@ -226,12 +227,14 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         root = Path(stack.enter_context(TemporaryDirectory()))
         model = write_shape(args.model, root)
+        kv_bytes = sizes.kv * kv_bytes_per_token(model)
+        host_gib = round(sizes.host_share * kv_bytes / 2**30, 2)
         options: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "max_model_len": sizes.longest,
             "max_num_seqs": 256,
             "max_num_batched_tokens": min(8_192, sizes.longest),
-            "kv_cache_memory_bytes": sizes.kv * kv_bytes_per_token(model) // args.ranks,
+            "kv_cache_memory_bytes": kv_bytes // args.ranks,
         }
         if args.device == "cuda":
             options |= {"load_format": "dummy", "gpu_memory_utilization": sizes.memory_share}
@@ -252,7 +255,7 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
                 engine_args=as_arguments(options),
                 worker=worker_of(args),
                 settings={
-                    "host_kv_gib": sizes.host_gib if name == "with" else 0.0,
+                    "host_kv_gib": host_gib if name == "with" else 0.0,
                     "weight_parts": args.ranks,
                     "layout": group,
                 },

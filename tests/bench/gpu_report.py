@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.bench import gpu_report_sp
+from tests.bench import gpu_report_modes, gpu_report_pp, gpu_report_sp
 from tests.bench.gpu_numbers import Results, find, ratio, sizes
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
@@ -79,11 +79,18 @@ def default_table(results: Results) -> list[str]:
     return ["", f"{what}: {'; '.join(parts)}."]
 
 
+def mode_lines(results: Results) -> list[str]:
+    """All modes in one table, where more than dp and tp were measured."""
+    if not gpu_report_modes.is_measured(results, "sp", "shift", "pp"):
+        return []
+    return gpu_report_modes.table(results) + gpu_report_sp.communication_lines(results)
+
+
 def step_table(results: Results) -> list[str]:
     """The steps that aileron's ranks timed at start-up, by mode; empty where it did not start."""
     timed = find(results, "aileron", "step_times") or []
     columns = {
-        mode if mode in widths.get("mixed_from_tokens", {}) else f"{mode}{widths['width']}": {
+        mode if mode[-1].isdigit() else f"{mode}{widths['width']}": {
             point["tokens"]: point["ms"] for point in points
         }
         for widths in timed
@@ -143,10 +150,13 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def all_verdicts(results: Results) -> list[Verdict]:
     """Of the modes that were measured."""
-    if not gpu_report_sp.is_measured(results):
-        return verdicts(results)
-    judged = gpu_report_sp.verdicts(results)
-    return judged + [one for one in verdicts(results) if one.met is not None]
+    judged: list[Verdict] = []
+    if gpu_report_modes.is_measured(results, "sp", "shift"):
+        judged += gpu_report_sp.verdicts(results)
+    if gpu_report_modes.is_measured(results, "pp"):
+        judged += gpu_report_pp.verdicts(results)
+    usual = verdicts(results)
+    return judged + [one for one in usual if one.met is not None] if judged else usual
 
 
 def verdict_table(results: Results) -> list[str]:
@@ -271,7 +281,7 @@ def document(results: Results) -> list[str]:
         "",
         *load_table(results),
         *default_table(results),
-        *(gpu_report_sp.table(results) if gpu_report_sp.is_measured(results) else []),
+        *mode_lines(results),
         *step_table(results),
         *memory_lines(results),
         *stage_lines(results),

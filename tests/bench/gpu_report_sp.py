@@ -1,4 +1,4 @@
-"""Sequence parallelism beside tp and dp: one table of all modes, and its targets.
+"""The targets of sequence parallelism, beside tp and dp.
 
 Shift Parallelism (section 4) compares latency and throughput of the same modes; the targets here
 are tighter where the link is fast, since there is less communication to save.
@@ -7,6 +7,7 @@ are tighter where the link is fast, since there is less communication to save.
 from typing import Any
 
 from tests.bench.gpu_numbers import Results, find, ratio, sizes
+from tests.bench.gpu_report_modes import value
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
 LONG_PROMPT = "32768"
@@ -20,12 +21,6 @@ SLOW_LINK_TTFT_MIN = 1.5
 SLOW_LINK_THROUGHPUT_MIN = 1.4
 
 
-def is_measured(results: Results) -> bool:
-    """Whether this run has anything of sp."""
-    ranks = results["ranks"]
-    return any(f"aileron {mode}{ranks}" in results["servers"] for mode in ("sp", "shift"))
-
-
 def communication_ms(results: Results, tokens: int) -> float | None:
     """What the all-reduces of a prompt of so many tokens take in tp, from the measured one."""
     measured = results.get("all_reduce")
@@ -36,42 +31,19 @@ def communication_ms(results: Results, tokens: int) -> float | None:
     return us * count * steps / 1e3
 
 
-def _value(results: Results, server: str, kind: str, size: str) -> float | None:
-    name = "tokens_per_s" if kind == "saturated" else "median_ms"
-    found = find(results, "servers", server, kind, size, name)
-    return None if found is None else float(found)
-
-
-def table(results: Results) -> list[str]:
-    """Every size in every mode that was measured."""
-    ranks = results["ranks"]
-    names = [f"aileron {mode}{ranks}" for mode in ("shift", "sp", "tp", "dp")]
-    names += [f"static {mode}{ranks}" for mode in ("tp", "dp")]
-    names = [name for name in names if name in results["servers"]]
-    lines = ["", "### Sequence parallelism", "", "| | " + " | ".join(names) + " |"]
-    lines += ["|---" * (len(names) + 1) + "|"]
-    rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in sizes(results, "ttft")]
-    rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in sizes(results, "tpot")]
-    loads = {size for server in results["servers"].values() for size in server.get("saturated", {})}
-    rows += [
-        ("saturated", size, f"{size if size != 'all' else 'saturated'}, output tokens/s")
-        for size in sorted(loads) or ["all"]
-    ]
-    for kind, size, label in rows:
-        values = [_value(results, name, kind, size) for name in names]
-        cells = ["–" if value is None else f"{value:,.2f}" for value in values]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    if (saved := communication_ms(results, int(LONG_PROMPT))) is not None:
-        lines += ["", f"All-reduces of {int(LONG_PROMPT):,} tokens in tp{ranks}: {saved:.1f} ms."]
-    return lines
+def communication_lines(results: Results) -> list[str]:
+    """What the all-reduces of a long prompt take, if one was timed."""
+    saved = communication_ms(results, int(LONG_PROMPT))
+    what = f"All-reduces of {int(LONG_PROMPT):,} tokens in tp{results['ranks']}"
+    return [] if saved is None else ["", f"{what}: {saved:.1f} ms."]
 
 
 def verdicts(results: Results) -> list[Verdict]:
     """The targets of sequence parallelism, of a fast or of a slow link."""
     ranks = results["ranks"]
     shift, tp, dp = f"aileron shift{ranks}", f"static tp{ranks}", f"static dp{ranks}"
-    ttft = [_value(results, server, "ttft", LONG_PROMPT) for server in (shift, tp)]
-    rate = [_value(results, server, "saturated", "all") for server in (shift, tp, dp)]
+    ttft = [value(results, server, "ttft", LONG_PROMPT) for server in (shift, tp)]
+    rate = [value(results, server, "saturated", "all") for server in (shift, tp, dp)]
     if find(results, "engine", "disable_custom_all_reduce"):
         return [
             at_least(
@@ -96,7 +68,7 @@ def verdicts(results: Results) -> list[Verdict]:
         at_least(f"saturated over tp{ranks}'s: at least 1", ratio(rate[0], rate[1]), 1.0),
         at_most(
             f"shift{ranks} TPOT 1 over tp{ranks}'s: at most {TPOT_OF_TP_MAX}",
-            ratio(*(_value(results, server, "tpot", "1") for server in (shift, tp))),
+            ratio(*(value(results, server, "tpot", "1") for server in (shift, tp))),
             TPOT_OF_TP_MAX,
         ),
         _choice(results),
@@ -122,7 +94,7 @@ def _choice(results: Results) -> Verdict:
     for kind in ("ttft", "tpot"):
         for size in sizes(results, kind):
             shift, sp, tp = (
-                _value(results, f"aileron {mode}{ranks}", kind, size)
+                value(results, f"aileron {mode}{ranks}", kind, size)
                 for mode in ("shift", "sp", "tp")
             )
             if shift is None or sp is None or tp is None:
