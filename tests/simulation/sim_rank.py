@@ -40,6 +40,7 @@ from worker.rank.events import (
     Probe,
     Publish,
     Result,
+    StepFailed,
     Tick,
 )
 from worker.rank.loop import RankLoop
@@ -319,7 +320,7 @@ class SimRank:
         if isinstance(effect, Leave | ForgetSteps):
             is_free = not self.runtime.steps.has_planned
             check(is_free, f"rank {self.rank} has steps of a group that it has given up")
-        if isinstance(effect, Serve):
+        if isinstance(effect, Serve) and not isinstance(result, StepFailed):
             self._check_bundles(effect.binding)
         if isinstance(effect, Reshard) and not isinstance(result, Overtaken):
             self._copied = effect.directive, self.world.now
