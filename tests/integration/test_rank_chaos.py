@@ -172,10 +172,10 @@ async def test_a_switch_goes_on_without_a_rank_that_does_not_get_there(whole: Ba
 
     def hold() -> float:
         with frozen_main_thread(pid) as held:
-            whole.ask("tp2+dp2", "reshard")
+            whole.ask("dp2+tp2", "reshard")  # A switch waits for no group that stays.
             return held.until(
                 lambda: (
-                    whole.get("/admin/layout")["layout"] == "tp2+dp1+off1"
+                    whole.get("/admin/layout")["layout"] == "dp3+off1"
                     and bool(whole.get("/admin/layout")["serving"])
                 ),
                 BACK_LIMIT_S,
