@@ -36,6 +36,12 @@ def sizes(results: Results, kind: str) -> list[str]:
     return sorted((size for size in found if size.isdigit()), key=int)
 
 
+def loads(results: Results) -> list[str]:
+    """Return the names of all loads with which any server was saturated, in order."""
+    named = (size for server in results["servers"].values() for size in server.get("saturated", {}))
+    return list(dict.fromkeys(named)) or ["all"]
+
+
 def ratio(ours: float | None, theirs: float | None) -> float | None:
     """ours / theirs, if both were measured."""
     return ours / theirs if ours is not None and theirs else None

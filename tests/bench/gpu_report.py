@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.bench import gpu_report_modes, gpu_report_pp, gpu_report_sp
-from tests.bench.gpu_numbers import Results, find, ratio, sizes
+from tests.bench.gpu_numbers import Results, find, loads, ratio, sizes
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
 SAME_SPEED_MAX = 1.02
@@ -33,12 +33,6 @@ def _row(label: str, digits: int, ours: float | None, theirs: float | None) -> s
     return f"| {label} | {_number(ours, digits)} | {_number(theirs, digits)} | {share} |"
 
 
-def _loads(results: Results) -> list[str]:
-    """Return the names of all loads with which any server was saturated, in order."""
-    named = (size for server in results["servers"].values() for size in server.get("saturated", {}))
-    return list(dict.fromkeys(named)) or ["all"]
-
-
 def load_table(results: Results) -> list[str]:
     """aileron beside static vLLM, mode by mode."""
     rows = [
@@ -54,7 +48,7 @@ def load_table(results: Results) -> list[str]:
             values = [find(one, "tpot", size, "median_ms") for one in pair]
             each = " per GPU" if mode.startswith("dp") and size != "1" else ""
             rows.append(_row(f"{mode}: TPOT, {size} streams{each}, ms", 2, *values))
-        for size in _loads(results):
+        for size in loads(results):
             values = [find(one, "saturated", size, "tokens_per_s") for one in pair]
             load = "saturated" if size == "all" else f"{size} per GPU"
             rows.append(_row(f"{mode}: {load}, output tokens/s", 0, *values))

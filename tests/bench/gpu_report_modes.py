@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from tests.bench.gpu_numbers import Results, find, sizes
+from tests.bench.gpu_numbers import Results, find, loads, sizes
 
 OURS = ("shift", "sp", "pp", "tp", "dp")
 THEIRS = ("tp", "pp", "dp")
@@ -39,10 +39,9 @@ def table(results: Results) -> list[str]:
     lines += ["|---" * (len(names) + 1) + "|"]
     rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in sizes(results, "ttft")]
     rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in sizes(results, "tpot")]
-    loads = {size for server in results["servers"].values() for size in server.get("saturated", {})}
     rows += [
         ("saturated", size, f"{size if size != 'all' else 'saturated'}, output tokens/s")
-        for size in sorted(loads) or ["all"]
+        for size in sorted(loads(results))
     ]
     for kind, size, label in rows:
         values = [value(results, name, kind, size) for name in names]

@@ -5,7 +5,7 @@ Seesaw (section 3.1) compares throughput of pp and tp; the targets name the same
 
 from collections.abc import Iterator
 
-from tests.bench.gpu_numbers import Results, find, ratio
+from tests.bench.gpu_numbers import Results, find, loads, ratio
 from tests.bench.gpu_report_modes import value
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
@@ -28,9 +28,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def _load(results: Results, ending: str) -> str:
-    """Return the name of the first load that ends so, which all servers have."""
-    named = (size for server in results["servers"].values() for size in server.get("saturated", {}))
-    return next((size for size in named if size.endswith(ending)), ending)
+    """Return the name of the first load that ends so, or the ending."""
+    return next((size for size in loads(results) if size.endswith(ending)), ending)
 
 
 def _throughput(results: Results) -> Iterator[Verdict]:

@@ -65,6 +65,8 @@ def test_a_model_may_stand_anywhere(words: list[str]) -> None:
         (["-tp", "1", "-pp", "1"], 1, "dp1"),
         (["-pp", "2"], 2, "pp2"),
         (["-pp", "2", "-dp", "2"], 4, "pp2+pp2"),
+        (["-pp", "2", "--device", "cpu"], 2, "pp2"),
+        (["-pp", "2", "-dp", "2", "--device", "cpu"], 4, "pp2+pp2"),
         (["-pp", "2", "-tp", "2", "--device", "cpu"], 4, "pp2tp2"),
         (["-pp", "1"], 8, "dp8"),
         ([], 8, "dp8"),
