@@ -43,10 +43,12 @@ def visible_gpus(ranks: int) -> list[str]:
 
 
 def nvidia_smi(fields: str) -> list[list[str]]:
-    """One row per GPU of what nvidia-smi says; nothing where there is none."""
+    """One row per GPU that this process may use; nothing where there is none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = [f"--id={given}"] if given else []
     try:
         done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", *only, f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=False,
@@ -58,7 +60,7 @@ def nvidia_smi(fields: str) -> list[list[str]]:
 
 
 def gpu_memory_mib() -> list[int]:
-    """MiB used on each GPU of the machine."""
+    """MiB used on each GPU that this process may use."""
     return [int(row[0]) for row in nvidia_smi("memory.used") if row[0].isdigit()]
 
 
