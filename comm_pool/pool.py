@@ -236,12 +236,18 @@ class CommunicatorPool:
         return plane, PlaneGroup(ranks, self._rank, plane, queue)
 
     def connect_stages(
-        self, staged: Staged, memory: CellMemory, link_bytes: int, make: MakesLink
+        self,
+        staged: Staged,
+        memory: CellMemory,
+        link_bytes: int,
+        make: MakesLink,
+        *,
+        links_tokens: bool,
     ) -> None:
         """Connect the stages of a pipeline group, which shares all but its links with that of tp.
 
         The ranks of a stage are an aligned group, which sums. Each link takes `link_bytes` of
-        memory that the ranks share.
+        memory that the ranks share. With `links_tokens` the last stage sends to the first one, too.
         """
         whole = self.of_width(staged.width)
         above, part = divmod(whole.rank_in_group, staged.tp)
@@ -252,9 +258,12 @@ class CommunicatorPool:
             mapped = memory.map(link_name(ranks, staged, first, part), link_bytes)
             return make(mapped, self._formations, is_aborted, sends=sends)
 
+        last = staged.pp - 1
+        has_tokens = links_tokens and stage in (0, last)
         links = StageLinks(
             link(stage - 1, sends=False) if stage > 0 else None,
-            link(stage, sends=True) if stage < staged.pp - 1 else None,
+            link(stage, sends=True) if stage < last else None,
+            link(last, sends=stage == last) if has_tokens else None,
         )
         stages = StageGroup(ranks[part :: staged.tp][::-1], self._rank)
         summing = self.of_width(staged.tp).group

@@ -154,11 +154,14 @@ def cell_memory(
 def link_names(
     world: int, widths: Collection[int], pipelines: Collection[Staged]
 ) -> tuple[str, ...]:
-    """Name the memory of all links between the stages of pipeline groups."""
+    """Name the memory of all links between the stages of pipeline groups.
+
+    That after the last stage leads back to the first one.
+    """
     return tuple(
         link_name(ranks, each, stage, part)
         for ranks, each in _staged(communicator_plan(world, widths), pipelines)
-        for stage in range(each.pp - 1)
+        for stage in range(each.pp)
         for part in range(each.tp)
     )
 

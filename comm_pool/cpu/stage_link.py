@@ -56,6 +56,11 @@ class StageLink:
         self._formation = self._count = 0
         self._words[self._own] = 0
 
+    @property
+    def formation(self) -> int:
+        """See `LinkEnd`."""
+        return self._formations.formation
+
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors of any shapes to the next stage; waits while the ring is full."""
         for piece in self._cut([each.contiguous() for each in tensors]):

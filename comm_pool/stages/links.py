@@ -21,6 +21,10 @@ class LinkEnd(Protocol):
     Both raise `PeerLostError` if the formation of now was aborted.
     """
 
+    @property
+    def formation(self) -> int:
+        """The formation of now."""
+
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors of any shapes to the next stage."""
 
@@ -54,18 +58,20 @@ class StageLinks:
 
     before: LinkEnd | None
     after: LinkEnd | None
+    tokens: LinkEnd | None = None
+    """What the last stage samples, on its way to the first one, where devices pass that on."""
 
     @property
     def ends(self) -> tuple[LinkEnd, ...]:
         """Those that it has."""
-        return tuple(each for each in (self.before, self.after) if each is not None)
+        return tuple(e for e in (self.before, self.after, self.tokens) if e is not None)
 
     def done(self) -> Callable[[], bool]:
-        """See `LinkEnd`; of both."""
+        """See `LinkEnd`; of all."""
         queries = [each.done() for each in self.ends]
         return lambda: all(is_done() for is_done in queries)
 
     def release(self) -> None:
-        """Release both."""
+        """Release all."""
         for each in self.ends:
             each.release()

@@ -286,10 +286,6 @@ def mode_config(
     if sizes and (borrows or key.width > 1):
         fewer = sparse(sizes) if borrows else thinned(sizes)
         config.compilation_config.cudagraph_capture_sizes = fewer
-    config.scheduler_config = copy.copy(base.scheduler_config)
-    if key.stages > 1:
-        # Its stages work on several steps; the tokens of one come with a later one.
-        config.scheduler_config.async_scheduling = False
     additional: dict[str, Any] = dict(base.additional_config or {})
     config.additional_config = {**additional, "aileron_mode": str(key)}
     return config

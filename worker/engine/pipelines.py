@@ -17,11 +17,12 @@ def connect_pipelines(
     """Give each pipeline group its links, over memory that its ranks share."""
     for staged in spec.pipelines:
         if spec.memory is not None:
-            communicators.connect_stages(staged, spec.memory, link_bytes(), StageLink)
+            size = link_bytes()
+            communicators.connect_stages(staged, spec.memory, size, StageLink, links_tokens=False)
         else:
             assert spec.links is not None
-            make = partial(make_device_link, device)
-            communicators.connect_stages(staged, spec.links, device_link_bytes(), make)
+            size, make = device_link_bytes(), partial(make_device_link, device)
+            communicators.connect_stages(staged, spec.links, size, make, links_tokens=True)
 
 
 def launched(device: torch.device, selected: Communicator | None) -> Callable[[], bool]:

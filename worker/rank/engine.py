@@ -148,6 +148,10 @@ class EngineScheduler(Protocol):
         """Whether there is a step to plan while others are in flight: in pipeline groups."""
 
     @property
+    def passes_tokens(self) -> bool:
+        """Whether devices pass sampled tokens on: a task may be in two steps in flight."""
+
+    @property
     def frees_after_step(self) -> bool:
         """Whether the end of the in-flight step frees blocks."""
 

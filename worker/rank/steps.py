@@ -220,7 +220,9 @@ class Steps:
         """Let all stages have a step to compute, and compute this rank's part of the oldest."""
         scheduler, group = mode.scheduler, binding.group
         assert scheduler is not None
-        while len(self._planned) < min(mode.stages, PLANNED_MAX) and scheduler.has_more:
+        # Devices with one step more need not wait for this rank between two of them.
+        wanted = mode.stages + scheduler.passes_tokens
+        while len(self._planned) < min(wanted, PLANNED_MAX) and scheduler.has_more:
             plan = mode.plan_step(group, self.finish_inflight)
             if plan.is_void:
                 if not self._planned:

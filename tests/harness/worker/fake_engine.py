@@ -291,7 +291,9 @@ class FakeEngine:
         if ranks[0] == self.spec.rank:
             tokens = self.kv.geometry.tokens_per_slot
             scheduler = FakeScheduler(
-                page.count, tokens, self.cell.max_tasks, self.cell.budget, stages=stages
+                *(page.count, tokens, self.cell.max_tasks, self.cell.budget),
+                stages=stages,
+                is_on_device=lambda: not self.is_synchronous,
             )
         table = SlotTable(self.kv.num_pages, page.count, page) if width > 1 else None
         queue = self.cell.queue(ranks, self.spec.rank)

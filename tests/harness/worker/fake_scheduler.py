@@ -3,14 +3,14 @@
 It does what a rank can see of vLLM's: running tasks first, then waiting ones; a step takes as many
 tokens as its budget allows; blocks that an in-flight step writes are free after it; a task that
 finds no block preempts the last one. It caches no prefixes. In a pipeline group, whose steps are
-planned while others are in flight, no step has a task whose next token is in flight, and each has a
-share of the decodes. Tokens depend on the prompt and the position alone (`token_at`), so a task
-goes on with the same ones wherever it is.
+planned while others are in flight, no step has a task whose next token is in flight, unless devices
+pass tokens on, and each has a share of the decodes. Tokens depend on the prompt and the position
+alone (`token_at`), so a task goes on with the same ones wherever it is.
 """
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class FakeRequest:
         self.planned = 0
         """Tokens that in-flight steps will give it."""
         self.computed = self.in_flight = self.preemptions = 0
+        self.last_step = 0
+        """The number of the last step that computes it."""
         self.blocks: list[int] = []
 
     @property
@@ -162,6 +164,7 @@ class FakeScheduler:
     preemptions: int = 0
     stages: int = 1
     """Pipeline stages of the group."""
+    is_on_device: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.running: list[FakeRequest] = []
@@ -209,6 +212,10 @@ class FakeScheduler:
 
     def has_requests(self) -> bool:
         return bool(self.requests or self._ended)
+
+    @property
+    def passes_tokens(self) -> bool:
+        return self.is_on_device()
 
     @property
     def has_more(self) -> bool:
@@ -329,15 +336,16 @@ class FakeScheduler:
 
     def _awaits_token(self, request: FakeRequest) -> bool:
         """Whether the task is in no further step before one that is in flight is over."""
-        return self.stages > 1 and request.planned > 0
+        return self.stages > 1 and request.planned > self.passes_tokens
 
     def _waiting_decodes(self) -> set[str]:
         """Return decodes that are left to the next steps, as `micro_batches` does."""
         if self.stages == 1:
             return set()
         decoding = [each for each in self.running if each.length - each.computed == 1]
-        ready = [each.name for each in decoding if not (each.planned or each.is_over)]
-        return set(ready[-(-len(decoding) // self.stages) :])
+        ready = [e for e in decoding if not (e.is_over or self._awaits_token(e))]
+        ready.sort(key=lambda each: each.last_step)
+        return {each.name for each in ready[-(-len(decoding) // self.stages) :]}
 
     def _part(self, request: FakeRequest, room: int, *, preempts: bool) -> Part | None:
         start = request.computed
@@ -347,6 +355,7 @@ class FakeScheduler:
                 return None
         request.computed += count
         request.in_flight += count
+        request.last_step = self._planned + 1
         gives = request.computed == request.length
         request.planned += gives
         prompt, blocks = tuple(request.prompt), tuple(request.blocks)

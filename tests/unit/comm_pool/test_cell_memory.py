@@ -115,14 +115,14 @@ def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
     memory.close()
 
 
-def test_pipeline_groups_have_links_between_stages_and_directories_of_their_own() -> None:
+def test_pipeline_groups_have_rings_of_links_and_directories_of_their_own() -> None:
     plain = cell_memory(8, (1, 2, 4, 8), ())
     mixed = Staged(2, 2)
     memory = cell_memory(8, (1, 2, 4, 8), (), (Staged(2), Staged(4), Staged(2), mixed))
     pairs, quads = [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)]
-    wanted = [link_name(pair, Staged(2), 0) for pair in pairs]
-    wanted += [link_name(quad, Staged(4), stage) for quad in quads for stage in range(3)]
-    wanted += [link_name(quad, mixed, 0, part) for quad in quads for part in range(2)]
+    wanted = [link_name(pair, Staged(2), stage) for pair in pairs for stage in range(2)]
+    wanted += [link_name(quad, Staged(4), stage) for quad in quads for stage in range(4)]
+    wanted += [link_name(quad, mixed, s, part) for quad in quads for s in (0, 1) for part in (0, 1)]
     assert len(set(wanted)) == len(wanted)
     assert link_name((4, 5), Staged(2), 0) == "link-4-5-pp2-from0-part0"
     wanted += [directory_name(ranks[::-1]) for ranks in (*pairs, *quads)]

@@ -1,8 +1,9 @@
 """How the decodes of a pipeline group are divided among its steps, in a real vLLM scheduler."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, floor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,11 +11,17 @@ import pytest
 pytest.importorskip("vllm")
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
+from comm_pool.stages.links import LinkEnd
 from tests.harness.vllm.mode_schedulers import (
     WIDTH,
     base_config,
@@ -25,9 +32,11 @@ from tests.harness.vllm.mode_schedulers import (
     states_of,
     step,
 )
+from worker.engine.runners.gpu_stage import StepTokens
+from worker.engine.runners.stage_link import PIECES
 from worker.engine.scheduling.block_entries import BlockEntries
-from worker.engine.scheduling.micro_batches import hidden_decodes
-from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.engine.scheduling.micro_batches import AHEAD_MAX, hidden_decodes, is_due
+from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 
 STAGES = 4
@@ -58,6 +67,15 @@ class Progress:
     name: int
     num_tokens: int
     num_computed_tokens: int
+    num_prompt_tokens: int = 0
+    max_tokens: int = 100
+    use_structured_output: bool = False
+    next_decode_eligible_step: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Steps in flight that decode for it."""
+        return self.num_computed_tokens - self.num_tokens + 1
 
     @property
     def is_ready(self) -> bool:
@@ -93,6 +111,46 @@ def test_a_step_gets_a_share_of_the_decodes(
     assert shown == ready[: len(shown)], "the oldest come first"
 
 
+ahead_tasks = st.lists(
+    st.builds(
+        lambda tokens, in_flight, **more: Progress(0, tokens, tokens - 1 + in_flight, **more),
+        st.integers(2, 9),
+        st.integers(-4, AHEAD_MAX),
+        max_tokens=st.integers(8, 12),
+        use_structured_output=st.booleans(),
+        next_decode_eligible_step=st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=40,
+).map(lambda tasks: [replace(each, name=number) for number, each in enumerate(tasks)])
+
+
+@given(ahead_tasks, st.sampled_from((2, 4)), st.integers(0, 2**39))
+def test_devices_that_pass_tokens_on_get_tasks_ahead_of_their_tokens(
+    running: list[Progress], stages: int, turn: int
+) -> None:
+    hidden = hidden_decodes(running, stages, turn, AHEAD_MAX)
+    decoding = [each for each in running if each.decodes]
+    shown = [each for each in decoding if each not in hidden]
+    assert hidden <= set(decoding), "prompts are not hidden"
+    assert len(shown) <= ceil(len(decoding) / stages)
+    for each in shown:
+        assert each.in_flight < AHEAD_MAX
+        assert not (each.in_flight and each.use_structured_output), "the host knows no mask for it"
+        assert not each.in_flight or each.num_tokens + each.in_flight < each.max_tokens
+    free = [each for each in decoding if not each.in_flight]
+    assert bool(shown) or not free
+    newest = max((each.next_decode_eligible_step for each in decoding), default=0)
+    waits = {
+        each for each in decoding if each.in_flight and each.next_decode_eligible_step == newest
+    }
+    due = {each for each in decoding if is_due(each, AHEAD_MAX)}
+    assert waits.isdisjoint(shown) or due <= waits, "the first stage waits for no step's token"
+    turns = [each.next_decode_eligible_step for each in shown]
+    waiting = [each.next_decode_eligible_step for each in free if each in hidden]
+    assert max(turns, default=0) <= min(waiting, default=3), "who waits longest comes first"
+
+
 @given(st.integers(1, 99), st.sampled_from((2, 4, 8)), st.integers(0, 2**39))
 def test_shares_of_a_round_are_all_decodes(count: int, stages: int, turn: int) -> None:
     running = [Progress(number, 5, 4) for number in range(count)]
@@ -113,6 +171,7 @@ class Pipeline:
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """Of each planned step: its decodes, and all tasks that decode."""
     answers: dict[str, list[int]] = field(default_factory=dict)
+    first_stage: "FirstStage | None" = None
     void: int = 0
     """Plans of nothing, which nobody gets."""
     preempted_beside: int = 0
@@ -121,7 +180,8 @@ class Pipeline:
 
     def turn(self) -> None:
         """As a leader does: plan as many steps as there are stages, and finish the oldest."""
-        while len(self._inflight) < self.stages and self.scheduler.has_more:
+        wanted = self.stages + self.scheduler.ahead_max - 1
+        while len(self._inflight) < wanted and self.scheduler.has_more:
             before = self.scheduler.counted().preemptions
             plan = self.scheduler.plan_step(lambda: None, stages=self.stages)
             if self._inflight:
@@ -130,7 +190,10 @@ class Pipeline:
             if plan.is_void:
                 self.void += 1
                 break
-            self._inflight.append((plan, self._sampled(plan)))
+            sampled = self._sampled(plan)
+            if self.first_stage is not None:
+                self.first_stage.begin(plan.output, sampled)
+            self._inflight.append((plan, sampled))
             self.sizes.append((self._decodes(plan), len(self._decoding())))
         if self._inflight:
             self.finish()
@@ -189,6 +252,88 @@ class Pipeline:
         return len(decoding.intersection(plan.output.num_scheduled_tokens))
 
 
+ROWS = 80
+
+
+class FirstStage:
+    """Takes tokens in as the first stage does, in rows; a token is the number of those before it.
+
+    The last stage's messages come at once: only their order matters.
+    """
+
+    formation = 1
+    """As its link has it."""
+
+    def __init__(self) -> None:
+        self.req_id_to_index: dict[str, int] = {}
+        self.np = np.zeros(ROWS, dtype=np.int32)
+        self.prefill_len = self
+        self._have: list[list[int]] = [[] for _ in range(ROWS)]
+        """The tokens of each row."""
+        self.messages: deque[list[int]] = deque()
+        self.longest = self.received = self.listed = 0
+        states, link = cast(RequestState, self), cast(LinkEnd, self)
+        device = torch.device("cpu")
+        self._tokens = StepTokens(states, device, self._update, link, is_last=False)
+        self._tokens._message = self._message  # type: ignore[method-assign]
+
+    def enter(self) -> None:
+        """Form the group again: the ring of messages begins anew."""
+        self.formation += 1
+        self.messages.clear()
+
+    def begin(self, step: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """Do what the runner does with a step, in its order."""
+        self.listed += sum(map(len, step.scheduled_cached_reqs.new_token_ids))
+        self._tokens.take(step)
+        for name in step.finished_req_ids | (step.preempted_req_ids or set()):
+            self._free(name)
+        if (update := self._tokens.get_prev_sampled_outputs(None)) is not None:
+            self._update(**update)
+        for new in step.scheduled_new_reqs:
+            self._free(new.req_id)
+            row = next(each for each in range(ROWS) if each not in self.req_id_to_index.values())
+            self.req_id_to_index[new.req_id] = row
+            self._have[row] = list(new.prefill_token_ids or ())
+            self.np[row] = len(self._have[row])
+        if not step.total_num_scheduled_tokens:
+            return
+        cached = step.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
+        names = list(step.num_scheduled_tokens)
+        for name in names:
+            have, first = self._have[self.req_id_to_index[name]], computed[name]
+            assert len(have) >= first + step.num_scheduled_tokens[name], f"{name} lacks a token"
+            if name in cached.req_ids and first >= self.np[self.req_id_to_index[name]]:
+                assert have[first] == first, f"{name} has another token"
+        rows = [self.req_id_to_index[name] for name in names]
+        batch = SimpleNamespace(
+            idx_mapping_np=np.array(rows, dtype=np.int32),
+            num_computed_tokens_np=np.array([computed[name] for name in names]),
+            num_scheduled_tokens=np.array(list(step.num_scheduled_tokens.values())),
+            prefill_len_np=self.np[rows],
+            max_seq_len_np=None,
+        )
+        self._tokens.receive(cast(InputBatch, batch))
+        if any(sampled[name] for name in names):
+            self.messages.append([*(sampled[name][0] if sampled[name] else -7 for name in names)])
+            self.longest = max(self.longest, len(self.messages))
+
+    def _free(self, name: str) -> None:
+        if (row := self.req_id_to_index.pop(name, None)) is not None:
+            self._tokens.on_req_idx_freed(row)
+
+    def _message(self, rows: npt.NDArray[np.int32]) -> dict[str, torch.Tensor]:
+        self.received += 1
+        return self._tokens._update_of(torch.tensor(self.messages.popleft())[:, None], rows)
+
+    def _update(self, sampled_tokens: torch.Tensor, idx_mapping: torch.Tensor, **_: Any) -> None:
+        for row, (token,) in zip(idx_mapping.tolist(), sampled_tokens.tolist(), strict=True):
+            if row >= 0:
+                self._have[row].append(token)
+
+
 def prompt_of(number: int, length: int) -> list[int]:
     return [5 + number * 300 + place for place in range(length)]
 
@@ -197,7 +342,9 @@ def expected(length: int) -> list[int]:
     return list(range(length, length + TOKENS))
 
 
-def adopted(base: VllmConfig, hasher: Any, count: int) -> ModeScheduler:
+def adopted(
+    base: VllmConfig, hasher: Any, count: int, kind: type[ModeScheduler] = ModeScheduler
+) -> ModeScheduler:
     """A scheduler that goes on with this number of decodes, which another has begun."""
     old = scheduler_of(base, *EVERY_PAGE, pages=PAGES)
     prompts = {f"t{number}": prompt_of(number, 40) for number in range(count)}
@@ -205,7 +352,8 @@ def adopted(base: VllmConfig, hasher: Any, count: int) -> ModeScheduler:
         old.add_task(fresh(name, prompt, hasher), [])
     while any(not request.num_output_tokens for request in old.requests.values()):
         step(old, token=40)
-    new, states = scheduler_of(base, *EVERY_PAGE, pages=PAGES), states_of(old)
+    new, states = scheduler_of(base, *EVERY_PAGE, pages=PAGES, kind=kind), states_of(old)
+    new.use_v2_model_runner = kind is AsyncModeScheduler
     new.withdraw()
     moved = []
     for number, (name, state) in enumerate(states.items()):
@@ -344,3 +492,71 @@ class CountedEntries:
     def step_is_over(self, plan: object, *, is_void: bool) -> None:
         assert not is_void
         self.over.append(plan)
+
+
+# ---------------------------------------------------------------------- tokens that devices pass on
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_tokens_are_there_in_each_step_that_reads_them(
+    base: VllmConfig, hasher: Any, stages: int, count: int
+) -> None:
+    """Beside decodes of another group, prompts come in several steps; one task ends in mid-answer.
+
+    Now and then the group is left and formed again.
+    """
+    scheduler = adopted(base, hasher, count, AsyncModeScheduler)
+    stage = FirstStage()
+    pipeline = Pipeline(scheduler, stages, first_stage=stage)
+    lengths = {f"p{number}": 40 * number + 5 for number in range(1, 6)}
+    for turn in range(10_000):
+        if turn % 7 == 3 and lengths:
+            name, length = lengths.popitem()
+            scheduler.add_task(fresh(name, prompt_of(9, length), hasher), [])
+        if turn == 20:
+            scheduler.take_back(["p5"])
+        if turn % 23 == 22:
+            while pipeline.inflight:
+                pipeline.finish()
+            stage.enter()
+        if not scheduler.requests and not pipeline.inflight:
+            break
+        pipeline.turn()
+    for number in range(1, 5):
+        assert pipeline.answers[f"p{number}"] == expected(40 * number + 5)
+    assert all(pipeline.answers[f"t{n}"][-1] == 40 + TOKENS - 1 for n in range(count))
+    assert stage.received > TOKENS, "devices passed most of them on"
+    assert stage.longest <= PIECES, "the link has room"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("lengths", [(60, 60, 60, 60), (20, 31, 64, 90, 33, 5)])
+def test_tokens_are_right_where_tasks_are_preempted(
+    base: VllmConfig, hasher: Any, stages: int, lengths: tuple[int, ...]
+) -> None:
+    scheduler = scheduler_of(base, 1, 2, kind=AsyncModeScheduler)
+    scheduler.use_v2_model_runner = True
+    pipeline = Pipeline(scheduler, stages, first_stage=FirstStage())
+    for number, length in enumerate(lengths):
+        scheduler.add_task(fresh(f"t{number}", prompt_of(number, length), hasher), [])
+    pipeline.run()
+    assert scheduler.counted().preemptions > 0
+    assert pipeline.answers == {
+        f"t{number}": expected(length) for number, length in enumerate(lengths)
+    }
+    assert scheduler.blocks_free == scheduler.blocks_total
+
+
+@pytest.mark.parametrize("count", [TASKS, TASKS - 3])
+def test_decodes_ahead_of_their_tokens_are_balanced(
+    base: VllmConfig, hasher: Any, count: int
+) -> None:
+    pipeline = Pipeline(adopted(base, hasher, count, AsyncModeScheduler), first_stage=FirstStage())
+    for _ in range(12 * STAGES):
+        pipeline.turn()
+    sizes = pipeline.sizes[2 * STAGES :]
+    near = [abs(decodes - ceil(decoding / STAGES)) <= 1 for decodes, decoding in sizes]
+    assert sum(near) >= 0.9 * len(near)
+    pipeline.run()
+    assert all(answer[-1] == 40 + TOKENS - 1 for answer in pipeline.answers.values())

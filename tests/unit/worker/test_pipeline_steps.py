@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from comm_pool.cpu.step_ring import SLOTS
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
@@ -14,6 +16,8 @@ from tests.harness.worker.core_cell import CoreCell, drop, kinds
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import FakeRank, binding_of
 from tests.harness.worker.fake_scheduler import FakePlan, FakeScheduler, token_at
+from worker.engine.runners.gpu_stage import AHEAD_STEPS_MAX
+from worker.engine.runners.stage_link import PIECES
 from worker.io.step_queue import LeaveGroup, QueueMessage, Step
 from worker.rank.step_log import StepLog
 from worker.rank.steps import PLANNED_MAX
@@ -105,18 +109,31 @@ def test_stages_have_a_step_each_and_the_leader_computes_the_oldest() -> None:
 
 def test_a_device_is_given_all_steps_at_once() -> None:
     """It waits for the stage before, so the leader has to wait for tokens alone."""
-    group = Group(binding_of(0, 4, 4, stages=4), budget=10, on_device=True)
-    group.place("a", "b", "c", "d", "e")
+    group = Group(PAIR, budget=10, on_device=True)
+    group.place("a", "b", "c", "d")
     group.leader.step()
-    engine, mode = group.leader.engine, group.leader.engine.of_width(4, 4)
-    assert group.tasks_in_flight == [["b"], ["c"], ["d"]]
-    assert (mode.computed, len(engine.launched)) == (1, 3)
-    assert [group.streams.get(name) is not None for name in "abcde"] == [True] + [False] * 4
+    engine, mode = group.leader.engine, group.leader.engine.of_width(2, 2)
+    # a decodes before the leader has its first token.
+    assert group.tasks_in_flight == [["a", "b"], ["b", "c"]], "one more than there are stages"
+    assert (mode.computed, len(engine.launched)) == (1, 2)
+    assert [group.streams.get(name) is not None for name in "abcd"] == [True] + [False] * 3
     group.leader.step()
-    assert group.tasks_in_flight == [["c"], ["d"], ["a", "e"]]
-    assert group.leader.runtime.steps.count == 5, "each counts once"
+    assert group.leader.runtime.steps.count == 4, "each counts once"
     group.leader.runtime.steps.finish_inflight()
-    assert (mode.computed, len(engine.launched)) == (5, 0)
+    assert (mode.computed, len(engine.launched)) == (4, 0)
+
+
+def test_a_device_computes_a_task_alone_step_after_step() -> None:
+    group = Group(PAIR, budget=10, on_device=True)
+    group.place("a", tokens=9)
+    group.leader.step()
+    for _ in range(6):
+        assert group.tasks_in_flight == [["a"]]
+        group.leader.step()
+    group.leader.step()
+    group.leader.step()
+    assert not group.leader.runtime.steps.has_planned
+    assert group.streams["a"] == [token_at(group.prompt(0), 10 + each) for each in range(9)]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -127,8 +144,8 @@ def test_tokens_come_out_in_the_order_of_the_steps(*, on_device: bool) -> None:
     while group.leader.runtime.has_work:
         group.leader.step()
         group.follow()
-    firsts = [tasks[0] for _, tasks in group.leader.pushed[:2]]
-    assert firsts == ["a", "b"]
+    firsts = [name for _, tasks in group.leader.pushed for name in tasks]
+    assert sorted(set(firsts), key=firsts.index) == ["a", "b", "c"]
     for number, name in enumerate(names):
         prompt = group.prompt(number)
         assert group.streams[name] == [token_at(prompt, 10 + each) for each in range(3)]
@@ -333,3 +350,8 @@ def test_a_paused_pipeline_group_has_a_lease_of_its_own(carry: Carry) -> None:
 def test_the_steps_of_all_stages_leave_room_in_the_step_queue() -> None:
     """For a grant, or the leave message: a leader that waits for room waits for its followers."""
     assert PLANNED_MAX + 2 <= SLOTS
+
+
+def test_the_link_of_tokens_has_room_for_all_steps_in_flight() -> None:
+    """The first stage never waits for a message of a step that may be in flight but needs not."""
+    assert PLANNED_MAX <= AHEAD_STEPS_MAX < PIECES

@@ -192,7 +192,13 @@ class GpuModeRunner(GPUModelRunner):
         self.load_model(model=self._trees[self._first])
         self._traffic: StageTraffic | None = None
         if links is not None:
-            self.pp_handler = StepTokens(self.req_states, device, is_last=self.is_last_pp_rank)
+            self.pp_handler = StepTokens(
+                self.req_states,
+                device,
+                self.postprocess_sampled,
+                links.tokens,
+                is_last=self.is_last_pp_rank,
+            )
             self._traffic = StageTraffic(links, self.intermediate_tensors)
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
@@ -437,7 +443,7 @@ class GpuModeRunner(GPUModelRunner):
         execute = partial(self.execute_model, intermediate_tensors=self.intermediate_tensors)
         warmup_kernels(self, execute, self.sample_tokens)
         if isinstance(self.pp_handler, StepTokens):
-            self.pp_handler.warm(self.postprocess_sampled)
+            self.pp_handler.warm()
         lock_workspace()
         # Sampling for the maximum number of tasks took a gigabyte that is not needed soon.
         torch.accelerator.empty_cache()

@@ -124,6 +124,11 @@ class DeviceStageLink:
         self._formation = self._count = 0
         self._words[own] = 0
 
+    @property
+    def formation(self) -> int:
+        """See `LinkEnd`."""
+        return self._formations.formation
+
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send contiguous tensors of any shapes, which must stay as they are until that is over."""
         for address, num_bytes in self._cut(tensors):

@@ -37,7 +37,7 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
-from worker.engine.scheduling.micro_batches import decodes, schedule_share
+from worker.engine.scheduling.micro_batches import AHEAD_MAX, decodes, is_due, schedule_share
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
@@ -54,6 +54,9 @@ PROMPT_SHARE = 0.5
 
 class ModeScheduler(Scheduler):
     """vLLM's scheduler for the group of one width that this rank leads."""
+
+    ahead_max = 1
+    """Steps in flight of a pipeline group that may compute one task."""
 
     def __init__(
         self,
@@ -143,10 +146,11 @@ class ModeScheduler(Scheduler):
         if self.blocks is not None:
             self.blocks.look()
         if stages > 1:
-            output = schedule_share(self, stages)
+            output = schedule_share(self, stages, self.ahead_max)
         else:
             output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
-        if self.entries is not None and (output.num_scheduled_tokens or output.finished_req_ids):
+        forgotten = output.finished_req_ids or output.preempted_req_ids
+        if self.entries is not None and (output.num_scheduled_tokens or forgotten):
             # A void step of a pipeline group is never finished, so nothing would be entered.
             self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
@@ -185,13 +189,18 @@ class ModeScheduler(Scheduler):
             self.max_num_scheduled_tokens = self._tokens_max
 
     @property
+    def passes_tokens(self) -> bool:
+        """Whether devices pass sampled tokens on: a task may be in two steps in flight."""
+        return self.ahead_max > 1
+
+    @property
     def has_more(self) -> bool:
         """Whether there is a step to plan while others are in flight."""
         if self.blocks is not None and self.blocks.may_be_void:
             return False  # What follows would read it, and vLLM forgets no step in flight.
         if self.finished_req_ids or self.get_request_counts()[1]:
             return True
-        return any(each.num_tokens > each.num_computed_tokens for each in self.running)
+        return any(is_due(each, self.ahead_max) for each in self.running)
 
     def _whole(self, name: str, known: Tokens) -> Tokens:
         """Return all tokens of a task, of which the first are `known`."""
@@ -497,3 +506,5 @@ class ModeScheduler(Scheduler):
 
 class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler: the next step is planned while one runs."""
+
+    ahead_max = AHEAD_MAX

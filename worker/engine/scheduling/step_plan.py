@@ -56,9 +56,9 @@ class StepPlan:
 
     @property
     def is_void(self) -> bool:
-        """Whether it computes nothing, copies nothing and lists no ended task."""
+        """Whether it computes nothing, copies nothing and lists no task that runners forget."""
         does_nothing = self.is_empty and self.output.kv_connector_metadata is None
-        return does_nothing and not self.output.finished_req_ids
+        return does_nothing and not (self.output.finished_req_ids or self.output.preempted_req_ids)
 
     @property
     def reads_prompts(self) -> bool:
