@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,17 +10,11 @@ import pytest
 pytest.importorskip("vllm")
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.states import RequestState
 
-from comm_pool.stages.links import LinkEnd
 from tests.harness.vllm.mode_schedulers import (
     WIDTH,
     base_config,
@@ -32,7 +25,7 @@ from tests.harness.vllm.mode_schedulers import (
     states_of,
     step,
 )
-from worker.engine.runners.gpu_stage import StepTokens
+from tests.harness.worker.first_stage import FirstStage
 from worker.engine.runners.stage_link import PIECES
 from worker.engine.scheduling.block_entries import BlockEntries
 from worker.engine.scheduling.micro_batches import AHEAD_MAX, hidden_decodes, is_due
@@ -171,7 +164,7 @@ class Pipeline:
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """Of each planned step: its decodes, and all tasks that decode."""
     answers: dict[str, list[int]] = field(default_factory=dict)
-    first_stage: "FirstStage | None" = None
+    first_stage: FirstStage | None = None
     void: int = 0
     """Plans of nothing, which nobody gets."""
     preempted_beside: int = 0
@@ -250,88 +243,6 @@ class Pipeline:
     def _decodes(self, plan: StepPlan) -> int:
         decoding = {each.request_id for each in self._decoding()}
         return len(decoding.intersection(plan.output.num_scheduled_tokens))
-
-
-ROWS = 80
-
-
-class FirstStage:
-    """Takes tokens in as the first stage does, in rows; a token is the number of those before it.
-
-    The last stage's messages come at once: only their order matters.
-    """
-
-    formation = 1
-    """As its link has it."""
-
-    def __init__(self) -> None:
-        self.req_id_to_index: dict[str, int] = {}
-        self.np = np.zeros(ROWS, dtype=np.int32)
-        self.prefill_len = self
-        self._have: list[list[int]] = [[] for _ in range(ROWS)]
-        """The tokens of each row."""
-        self.messages: deque[list[int]] = deque()
-        self.longest = self.received = self.listed = 0
-        states, link = cast(RequestState, self), cast(LinkEnd, self)
-        device = torch.device("cpu")
-        self._tokens = StepTokens(states, device, self._update, link, is_last=False)
-        self._tokens._message = self._message  # type: ignore[method-assign]
-
-    def enter(self) -> None:
-        """Form the group again: the ring of messages begins anew."""
-        self.formation += 1
-        self.messages.clear()
-
-    def begin(self, step: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """Do what the runner does with a step, in its order."""
-        self.listed += sum(map(len, step.scheduled_cached_reqs.new_token_ids))
-        self._tokens.take(step)
-        for name in step.finished_req_ids | (step.preempted_req_ids or set()):
-            self._free(name)
-        if (update := self._tokens.get_prev_sampled_outputs(None)) is not None:
-            self._update(**update)
-        for new in step.scheduled_new_reqs:
-            self._free(new.req_id)
-            row = next(each for each in range(ROWS) if each not in self.req_id_to_index.values())
-            self.req_id_to_index[new.req_id] = row
-            self._have[row] = list(new.prefill_token_ids or ())
-            self.np[row] = len(self._have[row])
-        if not step.total_num_scheduled_tokens:
-            return
-        cached = step.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
-        names = list(step.num_scheduled_tokens)
-        for name in names:
-            have, first = self._have[self.req_id_to_index[name]], computed[name]
-            assert len(have) >= first + step.num_scheduled_tokens[name], f"{name} lacks a token"
-            if name in cached.req_ids and first >= self.np[self.req_id_to_index[name]]:
-                assert have[first] == first, f"{name} has another token"
-        rows = [self.req_id_to_index[name] for name in names]
-        batch = SimpleNamespace(
-            idx_mapping_np=np.array(rows, dtype=np.int32),
-            num_computed_tokens_np=np.array([computed[name] for name in names]),
-            num_scheduled_tokens=np.array(list(step.num_scheduled_tokens.values())),
-            prefill_len_np=self.np[rows],
-            max_seq_len_np=None,
-        )
-        self._tokens.receive(cast(InputBatch, batch))
-        if any(sampled[name] for name in names):
-            self.messages.append([*(sampled[name][0] if sampled[name] else -7 for name in names)])
-            self.longest = max(self.longest, len(self.messages))
-
-    def _free(self, name: str) -> None:
-        if (row := self.req_id_to_index.pop(name, None)) is not None:
-            self._tokens.on_req_idx_freed(row)
-
-    def _message(self, rows: npt.NDArray[np.int32]) -> dict[str, torch.Tensor]:
-        self.received += 1
-        return self._tokens._update_of(torch.tensor(self.messages.popleft())[:, None], rows)
-
-    def _update(self, sampled_tokens: torch.Tensor, idx_mapping: torch.Tensor, **_: Any) -> None:
-        for row, (token,) in zip(idx_mapping.tolist(), sampled_tokens.tolist(), strict=True):
-            if row >= 0:
-                self._have[row].append(token)
 
 
 def prompt_of(number: int, length: int) -> list[int]:

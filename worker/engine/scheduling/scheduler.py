@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -37,7 +36,8 @@ from worker.engine.scheduling.handover import (
     running_state,
     take_blocks,
 )
-from worker.engine.scheduling.micro_batches import AHEAD_MAX, decodes, is_due, schedule_share
+from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_share
+from worker.engine.scheduling.pace import schedule_paced
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
@@ -47,9 +47,6 @@ REGISTERED_PER_STEP = 32
 
 LOOKAHEAD_FREE = 2
 """Tasks get blocks in advance only if this many times as many are free: none is preempted."""
-
-PROMPT_SHARE = 0.5
-"""Part of the pace that prompts get at least, however many tasks decode."""
 
 
 class ModeScheduler(Scheduler):
@@ -76,7 +73,6 @@ class ModeScheduler(Scheduler):
         )
         # Blocks of a task that ends during its own step are freed only after that step.
         self.defer_block_free = True
-        self._tokens_max: int = self.max_num_scheduled_tokens
         self._lookahead: int = config.num_lookahead_tokens
         """What vLLM itself wants: for speculative tokens, so usually 0."""
         self._counts = EngineCounts()
@@ -148,7 +144,7 @@ class ModeScheduler(Scheduler):
         if stages > 1:
             output = schedule_share(self, stages, self.ahead_max)
         else:
-            output = self.schedule() if pace_tokens is None else self._schedule_paced(pace_tokens)
+            output = self.schedule() if pace_tokens is None else schedule_paced(self, pace_tokens)
         forgotten = output.finished_req_ids or output.preempted_req_ids
         if self.entries is not None and (output.num_scheduled_tokens or forgotten):
             # A void step of a pipeline group is never finished, so nothing would be entered.
@@ -174,19 +170,6 @@ class ModeScheduler(Scheduler):
             # vLLM fills one buffer with the masks of every step, and this one is computed later.
             grammar = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
         return StepPlan(output, grammar, resuming, known=known)
-
-    def _schedule_paced(self, pace_tokens: int) -> SchedulerOutput:
-        count = sum(map(decodes, self.running))
-        if not count:
-            return self.schedule()
-        # Decodes go first: one long prompt before them would take the whole step.
-        self.running.sort(key=decodes, reverse=True)
-        share = max(1, int(PROMPT_SHARE * pace_tokens))
-        self.max_num_scheduled_tokens = min(self._tokens_max, max(pace_tokens, count + share))
-        try:
-            return self.schedule()
-        finally:
-            self.max_num_scheduled_tokens = self._tokens_max
 
     @property
     def passes_tokens(self) -> bool:
