@@ -261,13 +261,13 @@ def _host_metrics(ranks: list[View]) -> Iterator[Metric]:
 
     yield _gauge(
         "aileron_host_pages",
-        "Host pages that a rank allocates; every rank reads those of all.",
+        "Host pages that a rank owns now, into which it stores; every rank reads those of all.",
         ("rank",),
         rows("host_pages"),
     )
     yield _gauge(
         "aileron_host_pages_used",
-        "Host pages with a block, of those that a rank allocates.",
+        "Host pages with a block, of those that a rank owns.",
         ("rank",),
         rows("host_pages_used"),
     )

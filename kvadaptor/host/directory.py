@@ -1,7 +1,10 @@
 """Which block lies in which host page: a directory in the memory that the cell's ranks share.
 
-Each rank allocates pages in its own part alone and reads the parts of all. No lock is shared, so a
+Each rank allocates the pages alone that it owns and reads those of all. No lock is shared, so a
 process may end at any instruction. Invariants:
+
+- A page has one owner, who alone changes its entry and names the next owner. At first these are
+  equal parts. A rank with few free pages gets those of ranks whose blocks were used before.
 
 - A page's generation is odd while its entry changes and even otherwise. It grows with each change.
 - A page is *complete* once each member of the group that fills it has written the tag of the
@@ -12,7 +15,7 @@ process may end at any instruction. Invariants:
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvadaptor.fence import FENCE
 from kvadaptor.host.layout import (
@@ -28,6 +31,18 @@ from kvadaptor.host.layout import (
 
 WRITE_LIMIT_S = 60.0
 """How long a page may stay incomplete before it is allocated again: its writer has ended."""
+
+AGE_MARGIN_S = 5.0
+"""Blocks make room for those of another rank if they were used longer ago by more than this."""
+
+GIVEN_MAX = 256
+"""Pages that a rank gives to another at once: about 1 ms."""
+
+FREE_SHARE, FREE_MAX = 8, 512
+"""A rank wants an eighth of its first pages to be free, but no more than this number. It gives none
+away when it has only an eighth left, so that it can store at once when it leads a group again."""
+
+_WANTED_BITS = 16
 
 _GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
 _PINS_MAX = 255
@@ -54,16 +69,24 @@ class HostDirectory:
         self._hashes: dict[int, bytes] = {}
         self._read = [0] * layout.ranks
         """How many changes of each part are known."""
-        self._free: OrderedDict[int, None] = OrderedDict()
-        self._used: OrderedDict[int, None] = OrderedDict()
-        """Complete pages of the rank's own, the longest unused first, without those of `_held`."""
-        self._held: OrderedDict[int, None] = OrderedDict()
+        self._own: set[int] = set()
+        self._now_s = now_s
+        self._free: OrderedDict[int, float] = OrderedDict()
+        self._used: OrderedDict[int, float] = OrderedDict()
+        """Complete pages of the rank's own and the times of their last use, the longest unused
+        first, without those of `_held`."""
+        self._held: OrderedDict[int, float] = OrderedDict()
         """Such pages of running tasks; they go when there are no others."""
         self._pending: dict[int, float] = {}
         """Incomplete pages of the rank's own, and when they were allocated."""
         self._users: dict[int, int] = {}
         """How many running tasks have each page of the rank's own."""
-        self._own = layout.pages_of(rank)
+        self._own_min = layout.pages_per_rank // FREE_SHARE
+        self._free_wanted = min(self._own_min, FREE_MAX)
+        self._asked = [0] * layout.ranks
+        """What each rank has asked for when this one answered last."""
+        self._owners_at = layout.owners_at
+        self._owner = rank + 1
         self._entries = [layout.entry_word(page) for page in range(layout.pages)]
         self._pins_at = at = layout.pins_at(rank)
         self._journal_at = layout.journal_word(rank, 0)
@@ -71,6 +94,9 @@ class HostDirectory:
         """Where each rank counts how often it has pinned each page."""
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
+        if self._words[layout.count_word(rank)]:
+            # A process that ended may have given pages without a word: others read all again.
+            self._words[layout.count_word(rank)] += JOURNAL_WORDS
         self._adopt(now_s)
         for each in range(layout.ranks):
             self._read_all(each)
@@ -97,7 +123,9 @@ class HostDirectory:
             most = known + JOURNAL_WORDS - JOURNAL_AT_ONCE
             if count <= most:
                 for number in range(known, count):
-                    self._index(self._words[self.layout.journal_word(rank, number)])
+                    page = self._words[self.layout.journal_word(rank, number)]
+                    self._index(page)
+                    self._receive(page)
                 self._read[rank] = count
             if self._words[self.layout.count_word(rank)] > most:
                 # The rank may have written over the words that were read.
@@ -120,6 +148,7 @@ class HostDirectory:
                 self._settle(page)
             for pages in (self._used, self._held):
                 if page in pages:
+                    pages[page] = self._now_s
                     pages.move_to_end(page)
             return True
         self._bytes[at] -= 1
@@ -143,6 +172,7 @@ class HostDirectory:
             raise HostMemoryError(
                 f"{shares} ranks cannot share a host page: the maximum is {SHARES_MAX}."
             )
+        self._now_s = now_s
         pages = self._free_pages(len(keys), now_s)
         if not pages:
             return pages
@@ -198,20 +228,18 @@ class HostDirectory:
             self._settle(page)
 
     def _settle(self, page: int) -> None:
-        del self._pending[page]
-        self._keep(page)
+        self._keep(page, self._pending.pop(page))
 
-    def _keep(self, page: int) -> None:
-        """Count a page of the rank's own as used most recently."""
-        (self._held if page in self._users else self._used)[page] = None
+    def _keep(self, page: int, used_s: float) -> None:
+        """Count a page of the rank's own as used after all others."""
+        (self._held if page in self._users else self._used)[page] = used_s
 
     def add_user(self, page: int) -> None:
         """Evict a page after all others, until `remove_users`; pages of other ranks are ignored."""
         if page in self._own:
             self._users[page] = self._users.get(page, 0) + 1
             if page in self._used:
-                del self._used[page]
-                self._held[page] = None
+                self._held[page] = self._used.pop(page)
 
     def remove_users(self, pages: Iterable[int]) -> None:
         """Take back `add_user`."""
@@ -223,12 +251,77 @@ class HostDirectory:
             self._users.pop(page, None)
             if page in self._held:
                 del self._held[page]
-                self._used[page] = None
+                self._used[page] = self._now_s
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that the rank owns."""
+        return len(self._own)
 
     @property
     def used_pages(self) -> int:
         """Pages of the rank's own with a block."""
         return len(self._used) + len(self._held) + len(self._pending)
+
+    # ------------------------------------------------------------------ pages for other ranks
+
+    def give(self, now_s: float) -> None:
+        """Ask for pages where few are free, and give pages to ranks whose blocks are younger.
+
+        So a block stays about as long whichever rank stores it, and the leader of a wide group,
+        which stores for all members, has the pages of all.
+        """
+        self._now_s = now_s
+        self.refresh()
+        words, layout = self._words, self.layout
+        words[layout.oldest_word(self.rank)] = int(1e3 * next(iter(self._used.values()), now_s))
+        word = layout.wanted_word(self.rank)
+        wanted = max(0, self._free_wanted - len(self._free))
+        words[word] = (words[word] >> _WANTED_BITS) + 1 << _WANTED_BITS | wanted
+        for rank in range(layout.ranks):
+            asked = words[layout.wanted_word(rank)]
+            # A rank that has ended asks no more.
+            if rank != self.rank and asked != self._asked[rank]:
+                self._asked[rank] = asked
+                if wanted := asked % (1 << _WANTED_BITS):
+                    self._give(rank, wanted, words[layout.oldest_word(rank)] / 1e3)
+
+    def _give(self, rank: int, wanted: int, oldest_s: float) -> None:
+        """Give a rank pages that are free, or whose blocks are older than its oldest one."""
+        count = min(wanted, GIVEN_MAX, len(self._own) - self._own_min)
+        if count <= 0:
+            return
+        self.settle()
+        spare = max(0, len(self._free) - self._free_wanted)
+        pages = self._evict(self._free, min(count, spare))
+        times = islice(self._used.values(), count - len(pages))
+        old = sum(1 for _ in takewhile(lambda used_s: used_s < oldest_s - AGE_MARGIN_S, times))
+        pages += self._evict(self._used, old)
+        words, memory = self._words, self._bytes
+        for page in pages:
+            words[self._entries[page] + _SHARES] = 0
+            self._enter(page, None)
+            self._own.remove(page)
+        with FENCE:
+            for page in pages:
+                words[self._entries[page] + _GENERATION] += 1
+        with FENCE:
+            for page in pages:
+                memory[self._owners_at + page] = rank + 1
+        self._journal(pages)
+
+    def _receive(self, page: int) -> None:
+        """Own a page if its owner has given it to this rank."""
+        if self._bytes[self._owners_at + page] == self._owner and page not in self._own:
+            self._own.add(page)
+            self._free[page] = self._now_s
+
+    def _pages_of(self, *ranks: int) -> list[int]:
+        """Return the pages that any of these ranks owns, or had at first."""
+        first, owners = self._owners_at, {rank + 1 for rank in ranks}
+        marks = bytes(self._bytes[first : first + self.layout.pages])
+        given = [page for page, mark in enumerate(marks) if mark in owners]
+        return sorted({*given, *(page for each in ranks for page in self.layout.pages_of(each))})
 
     # ------------------------------------------------------------------ inside
 
@@ -246,7 +339,7 @@ class HostDirectory:
                 taken += self._evict(pages, count - len(taken))
         return taken
 
-    def _evict(self, pages: OrderedDict[int, None], count: int) -> list[int]:
+    def _evict(self, pages: OrderedDict[int, float], count: int) -> list[int]:
         """Take this many pages of these, the first ones that nobody has pinned."""
         taken: list[int] = []
         tries = iter(list(islice(pages, count + _TRIES)) if count else ())
@@ -264,7 +357,7 @@ class HostDirectory:
             if now_s - at_s <= WRITE_LIMIT_S:
                 break  # Those after it are younger.
             del self._pending[page]
-            self._keep(page)
+            self._keep(page, 0.0)
             (self._held if page in self._users else self._used).move_to_end(page, last=False)
 
     def _take(self, pages: Sequence[int]) -> list[int]:
@@ -282,7 +375,10 @@ class HostDirectory:
 
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
-        for page in self.layout.pages_of(self.rank):
+        for page in self._pages_of(self.rank):
+            if self._bytes[self._owners_at + page] not in (0, self._owner):
+                continue
+            self._own.add(page)
             word = self._entries[page]
             generation = self._words[word + _GENERATION]
             if generation % 2:
@@ -290,11 +386,11 @@ class HostDirectory:
                 self._words[word + _SHARES] = 0
                 self._words[word + _GENERATION] = generation + 1
                 self._journal([page])
-                self._free[page] = None
+                self._free[page] = now_s
             elif not self._words[word + _SHARES]:
-                self._free[page] = None
+                self._free[page] = now_s
             elif self._is_complete(page):
-                self._keep(page)
+                self._keep(page, now_s)
             else:
                 self._pending[page] = now_s
 
@@ -309,9 +405,10 @@ class HostDirectory:
 
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
-        for page in self.layout.pages_of(rank):
+        for page in self._pages_of(rank, self.rank):
             if self._words[self._entries[page] + _SHARES] or page in self._hashes:
                 self._index(page)
+            self._receive(page)
 
     def _index(self, page: int) -> None:
         self._enter(page, self._hash_of(page))

@@ -56,6 +56,14 @@ class HostLayout:
         """Return the word that is 1 once a rank can copy pages."""
         return rank * self.part_words + 1
 
+    def wanted_word(self, rank: int) -> int:
+        """Return the word with the pages that a rank wants, in 16 bits, after a count of asks."""
+        return rank * self.part_words + 2
+
+    def oldest_word(self, rank: int) -> int:
+        """Return the word with the time, in ms, when the page that a rank evicts next was used."""
+        return rank * self.part_words + 3
+
     def journal_word(self, rank: int, number: int) -> int:
         """Return the word with the page of the rank's change of this number."""
         return rank * self.part_words + _HEADER_WORDS + number % JOURNAL_WORDS
@@ -67,7 +75,7 @@ class HostLayout:
         return first + ENTRY_WORDS * own
 
     def pages_of(self, rank: int) -> range:
-        """Return the pages that a rank allocates."""
+        """Return the pages that a rank has at first; see `owners_at`."""
         return range(rank * self.pages_per_rank, (rank + 1) * self.pages_per_rank)
 
     def pins_at(self, rank: int) -> int:
@@ -75,9 +83,14 @@ class HostLayout:
         return WORD_BYTES * self.ranks * self.part_words + rank * self.pages
 
     @property
+    def owners_at(self) -> int:
+        """The offset of the owners, a byte for each page: 1 + the rank; 0 while it is the first."""
+        return self.pins_at(self.ranks)
+
+    @property
     def data_at(self) -> int:
         """The offset of the pages."""
-        end = self.pins_at(self.ranks)
+        end = self.owners_at + self.pages
         return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -89,7 +102,7 @@ class HostLayout:
 def layout_of(budget_bytes: int, ranks: int, page_bytes: int) -> HostLayout:
     """Return the layout of most pages within a budget; raises `HostMemoryError` if it has none."""
     empty = HostLayout(ranks, 0, page_bytes)
-    of_page = page_bytes + ENTRY_WORDS * WORD_BYTES + ranks
+    of_page = page_bytes + ENTRY_WORDS * WORD_BYTES + ranks + 1
     pages = (budget_bytes - empty.data_at - _ALIGNMENT) // (ranks * of_page)
     if pages < 1:
         need = empty.data_at + _ALIGNMENT + ranks * of_page

@@ -25,6 +25,8 @@ BLOCK_TOKENS = 32
 PROMPT_TOKENS = 320
 ASIDE = "tests.harness.faults.aside_worker"
 """Copies beside steps, as on CUDA."""
+GIFT_LIMIT_S = 0.2
+"""Within this a rank that does nothing gives pages to another."""
 LAYOUTS = ("tp2", "dp2", "sp2", "pp2", "tp2", "pp2", "dp2")
 
 
@@ -129,6 +131,37 @@ async def test_a_renewed_cell_knows_the_prompts_of_the_former_one(cell: BareCell
         after = await one(client, "after", prompt("renewed"), max_tokens=20)
     assert after.tokens == before.tokens
     assert after.cached_tokens == PROMPT_TOKENS - BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+async def test_a_leader_stores_in_the_host_pages_of_all_members(
+    tmp_path: Path, layout: str
+) -> None:
+    """Pages of prompts that fill more than the leader's part are all loaded again."""
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    with bare_cell(
+        folder,
+        ranks=2,
+        model=model_of("four-layers", tmp_path),
+        engine_args=CELL_ARGS,
+        limits={"host_kv_gib": 0.03, "layout": layout},
+    ) as running:
+        client = TaskClient()
+        async with client.connected(running):
+            pages = await total(running, "host_pages", 1)
+            count = int(0.85 * pages * BLOCK_TOKENS / PROMPT_TOKENS)
+            for number in range(count):
+                await one(client, f"stored-{number}", prompt(f"stored-{number}"), max_tokens=1)
+                await asyncio.sleep(GIFT_LIMIT_S)
+            running.switch("dp2", "recompute")
+            running.switch(layout, "recompute")
+            for number in reversed(range(count)):
+                again = await one(
+                    client, f"again-{number}", prompt(f"stored-{number}"), max_tokens=1
+                )
+                assert again.cached_tokens == PROMPT_TOKENS - BLOCK_TOKENS, number
+            assert await total(running, "host_pages", 1) == pages
 
 
 async def until_all(client: TaskClient, names: list[str], tokens: int) -> None:

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvadaptor.host.directory import WRITE_LIMIT_S, HostDirectory
+from kvadaptor.host.directory import (
+    AGE_MARGIN_S,
+    FREE_MAX,
+    FREE_SHARE,
+    WRITE_LIMIT_S,
+    HostDirectory,
+)
 from kvadaptor.host.layout import HostLayout, layout_of
 
 PAGE_BYTES = 64
@@ -43,17 +49,26 @@ class Ranks:
         pages = own.allocate(keys, shares, self.now_s)
         pinned = {page for _, page, _ in self.pinned}
         assert len(set(pages)) == len(pages)
-        assert set(pages) <= set(self.layout.pages_of(rank)) - pinned
+        assert set(pages) <= own._own - pinned
         if len(pages) < len(keys):
-            assert set(self.layout.pages_of(rank)) <= pinned | set(own._pending)
+            assert own._own <= pinned | set(own._pending)
         for page, key, tag in zip(pages, keys, own.tags(pages), strict=False):
             self.open_writes += [(page, share, tag, key) for share in range(shares)]
+
+    def give(self, rank: int) -> None:
+        self.directories[rank].give(self.now_s)
 
     def write(self, number: int) -> None:
         page, share, tag, key = self.open_writes.pop(number % len(self.open_writes))
         self.content.setdefault(page, {})[share] = key
         # Any rank may be the member that writes.
         self.directories[number % self.layout.ranks].complete([page], share, [tag])
+
+    def store(self, rank: int, keys: list[bytes]) -> None:
+        """Store whole blocks, as many as find a page."""
+        own = self.directories[rank]
+        pages = own.allocate(keys, 1, self.now_s)
+        own.complete(pages, 0, own.tags(pages))
 
     def pin(self, rank: int, key: bytes) -> None:
         own = self.directories[rank]
@@ -72,6 +87,8 @@ class Ranks:
         self.directories[rank] = self.open(rank)
 
     def check(self) -> None:
+        owned = [page for own in self.directories for page in own._own]
+        assert len(owned) == len(set(owned)), "Several ranks would change one entry."
         for _, page, key in self.pinned:
             shares = self.content[page]
             first = self.layout.entry_word(page)
@@ -80,13 +97,13 @@ class Ranks:
 
 
 @settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), pages=st.integers(1, 6))
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), pages=st.integers(1, 20))
 def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> None:
     draw = random.Random(seed)
     cell = Ranks(HostLayout(ranks, pages, PAGE_BYTES))
     for _ in range(STEPS):
         rank, key = draw.randrange(ranks), key_of(draw.randrange(1, 9))
-        match draw.randrange(10):
+        match draw.randrange(12):
             case 0 | 1 | 2:
                 keys = [key_of(each) for each in draw.sample(range(1, 9), draw.choice((1, 2, 5)))]
                 cell.allocate(rank, keys, draw.choice((1, 2, 4)))
@@ -98,6 +115,8 @@ def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> Non
                 cell.unpin(draw.randrange(1 << 16))
             case 9 if draw.random() < 0.2:
                 cell.restart(rank)
+            case 10 | 11:
+                cell.give(rank)
             case _:
                 cell.now_s += 1.0
         cell.check()
@@ -105,6 +124,10 @@ def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> Non
         if draw.random() < 0.02:
             cell.open_writes.clear()
             cell.now_s += WRITE_LIMIT_S + 1
+    # Whoever missed a gift has it once it reads what the others have written.
+    for own in cell.directories:
+        own.refresh()
+    assert {page for own in cell.directories for page in own._own} == set(range(cell.layout.pages))
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,6 +147,51 @@ def test_readers_know_what_writers_have_written(seed: int, ranks: int) -> None:
     for number in range(1, 30):
         found, anew = cell.directories[0].find(key_of(number)), fresh.find(key_of(number))
         assert (found is None) == (anew is None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(1, 5),
+    pages=st.integers(1, 300),
+    batch=st.sampled_from((1, 7, 200)),
+)
+def test_a_rank_that_stores_alone_has_the_pages_of_all(
+    seed: int, ranks: int, pages: int, batch: int
+) -> None:
+    """The leader of a wide group stores for all members; the blocks of before are older."""
+    draw, batch = random.Random(seed), min(batch, max(1, pages // 2))
+    cell = Ranks(HostLayout(ranks, pages, PAGE_BYTES))
+    cell.now_s = 1_000.0
+    count = cell.layout.pages + max(2 * cell.layout.pages, 2 * FREE_SHARE * ranks * batch)
+    keys = [number.to_bytes(32, "big") for number in range(1, count)]
+    spread, led = keys[: cell.layout.pages], keys[cell.layout.pages :]
+    for key in spread:
+        cell.store(draw.randrange(ranks), [key])
+    leader = draw.randrange(ranks)
+    own = cell.directories[leader]
+    for first in range(0, len(led), batch):
+        cell.now_s += AGE_MARGIN_S
+        cell.store(leader, led[first : first + batch])
+        for _ in range(ranks):
+            for rank in draw.sample(range(ranks), ranks):
+                cell.give(rank)
+    rest = (ranks - 1) * (pages // FREE_SHARE)
+    if pages < FREE_SHARE:
+        assert own._own == set(cell.layout.pages_of(leader)), "Parts this small stay as they are."
+        return
+    assert len(own._own) == cell.layout.pages - rest
+    free = min(pages // FREE_SHARE, FREE_MAX)
+    found = [key for key in led if own.find(key) is not None]
+    assert found == led[len(led) - len(found) :], "The oldest go first."
+    assert len(found) >= cell.layout.pages - rest - free - 2 * batch
+    # Another rank leads now: the pages follow it, but those of blocks as young as its own stay.
+    other = draw.randrange(ranks)
+    cell.store(other, keys[:1])
+    assert cell.directories[other].find(keys[0]) is not None, "It has a page at once."
+    for rank in range(ranks):
+        cell.give(rank)
+    assert len(cell.directories[leader]._own) >= cell.layout.pages - rest - free * (ranks - 1)
 
 
 @settings(max_examples=200)

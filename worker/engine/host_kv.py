@@ -52,6 +52,9 @@ REGISTERED_BYTES = 64 << 20
 """Host memory that CUDA registers at once: 40 ms, or 4 ms where it was used before."""
 
 
+GIVE_PERIOD_S = 0.005
+
+
 class TimedMode(Protocol):
     """A prepared mode whose steps were measured."""
 
@@ -91,6 +94,8 @@ class HostTier:
     load_us_per_token: float = 0.0
     register_rest: Callable[[], None] | None = None
     """Registers all memory that is not yet; None where none has to be."""
+    gives_at_s: float = 0.0
+    """When the rank looks next whether others want pages of its own."""
     registered_bytes: int = 0
     """Host memory that the device reaches directly; 0 on CPU."""
 
@@ -183,6 +188,13 @@ class HostTier:
             rest.start()
             rest.join(READY_WAIT_S)
 
+    def give_pages(self) -> None:
+        """Give pages to ranks whose blocks are younger, now and then; see `HostDirectory.give`."""
+        now_s = time.monotonic()
+        if now_s >= self.gives_at_s:
+            self.gives_at_s = now_s + GIVE_PERIOD_S
+            self.directory.give(now_s)
+
     def look(self) -> None:
         """Mark what is stored by now, and go on with loads ahead; see `HostLanes`."""
         if self.lanes is not None:
@@ -237,7 +249,7 @@ class HostTier:
     def totals(self) -> tuple[tuple[str, int], ...]:
         """Return the gauges and totals of this rank's part."""
         return (
-            ("host_pages", self.layout.pages_per_rank),
+            ("host_pages", self.directory.own_pages),
             ("host_pages_used", self.directory.used_pages),
             ("host_registered_bytes", self.registered_bytes),
             ("host_stored_bytes", self.stored_bytes),

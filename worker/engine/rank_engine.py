@@ -336,6 +336,11 @@ class RankEngine:
         if self.host is not None:
             self.host.order_loads()
 
+    def give_host_pages(self) -> None:
+        """Give host pages to ranks whose blocks are younger; see `HostDirectory.give`."""
+        if self.host is not None:
+            self.host.give_pages()
+
     def stop_copies(self) -> None:
         """End the copies of host pages that go beside steps: the rank leaves its group."""
         if self.host is not None:

@@ -434,6 +434,9 @@ class Engine(Protocol):
     def stop_copies(self) -> None:
         """End the copies beside steps that the group began: the rank leaves it."""
 
+    def give_host_pages(self) -> None:
+        """Give pages in host memory to ranks of the cell that have more use for them."""
+
     def know(self, present: Mapping[Rank, int]) -> None:
         """Take note of the processes of the cell: the incarnation of each rank."""
 

@@ -257,6 +257,7 @@ class GroupRuntime:
         self.migration.look()
         self.leases.look()
         self._collector.look()
+        self.engine.give_host_pages()
 
     def tidy(self) -> None:
         """Do the work that a switch has put off."""

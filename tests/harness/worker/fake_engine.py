@@ -303,6 +303,9 @@ class FakeEngine:
     def order_copies(self) -> None:
         """No copy goes beside steps."""
 
+    def give_host_pages(self) -> None:
+        """It has none."""
+
     def stop_copies(self) -> None:
         """No copy goes beside steps."""
 

@@ -320,3 +320,137 @@ def test_a_block_that_is_used_again_and_again_stays(pages: int) -> None:
             assert own.find(KEY) == page
             assert own.pin(page, KEY)
             own.unpin([page])
+
+
+SIXTEEN = HostLayout(2, 16, 64)
+
+
+def test_free_pages_go_to_a_rank_that_has_few() -> None:
+    own, other = opened(SIXTEEN, 2)
+    for number in range(15):
+        store(own, bytes([number]) * 32, now_s=1.0)
+    for each in (own, other, own):
+        each.give(2.0)
+    # It wants two free pages, and had one.
+    assert (own.own_pages, other.own_pages) == (17, 15)
+    assert {store(own, bytes([number]) * 32, now_s=2.0) for number in (20, 21)} == {15, 16}
+    other.refresh()
+    assert other.find(bytes([21]) * 32) == 16
+
+
+def test_a_rank_gives_what_was_used_before_all_of_the_other() -> None:
+    own, other = opened(SIXTEEN, 2)
+    for number in range(16):
+        store(other, bytes([number]) * 32, now_s=1.0 if number < 3 else 4.5)
+    other.settle()
+    for number in range(16):
+        store(own, bytes([16 + number]) * 32, now_s=7.0)
+    own.settle()
+    for _ in range(9):
+        own.give(7.0)
+        other.give(7.0)
+    # Three are older by more than the margin; two of them are wanted at first.
+    assert own.own_pages == 18
+    for number in range(2):
+        store(own, bytes([40 + number]) * 32, now_s=7.0)
+    for _ in range(9):
+        own.give(7.0)
+        other.give(7.0)
+    assert own.own_pages == 19
+    assert [other.find(bytes([number]) * 32) is None for number in range(5)] == [True] * 3 + [
+        False
+    ] * 2
+
+
+def test_a_page_that_somebody_reads_is_not_given() -> None:
+    own, other = opened(SIXTEEN, 2)
+    pages = [store(other, bytes([number]) * 32, now_s=1.0) for number in range(16)]
+    own.refresh()
+    assert own.pin(pages[0], bytes([0]) * 32)
+    for number in range(16):
+        store(own, bytes([16 + number]) * 32, now_s=20.0)
+    own.give(20.0)
+    other.give(20.0)
+    own.give(20.0)
+    assert own.find(bytes([0]) * 32) == pages[0]
+    assert own.own_pages == 18
+
+
+def test_a_rank_that_has_ended_gets_no_pages() -> None:
+    own, other = opened(SIXTEEN, 2)
+    for number in range(16):
+        store(own, bytes([number]) * 32, now_s=1.0)
+    own.give(1.0)
+    for _ in range(5):
+        other.give(2.0)
+    assert other.own_pages == 14, "It answers what it was asked once."
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_a_gift_of_a_rank_that_ends_is_nobodys_loss(ends: str) -> None:
+    """It ends before or after it has named the next owner, and has told nobody."""
+    own, other = opened(SIXTEEN, 2)
+    for number in range(16):
+        store(own, bytes([number]) * 32, now_s=1.0)
+    store(other, KEY, now_s=1.0)
+    own.give(1.0)
+    at = own.layout.owners_at
+    first = bytes(own._bytes[at : at + own.layout.pages])
+    other._journal = lambda pages: None  # type: ignore[method-assign]
+    other.give(2.0)
+    if ends == "before":
+        own._bytes[at : at + own.layout.pages] = first
+    anew = reopened(other, 2.0)
+    own.give(2.0)
+    assert anew.own_pages == (16 if ends == "before" else 14)
+    assert own.own_pages + anew.own_pages == own.layout.pages
+    assert anew.find(KEY) is not None
+
+
+def test_a_reader_that_missed_much_gets_its_pages() -> None:
+    own, other = opened(HostLayout(2, 64, 64), 2)
+    for number in range(64):
+        store(own, bytes([number]) * 32, now_s=1.0)
+    own.give(1.0)
+    other.give(2.0)
+    assert other.own_pages == 56
+    for number in range(JOURNAL_WORDS + 10):
+        store(other, number.to_bytes(4, "little") * 8, now_s=2.0)
+    own.refresh()
+    assert own.own_pages == 72
+
+
+def test_each_rank_keeps_pages_to_store_at_once() -> None:
+    own, other = opened(SIXTEEN, 2)
+    for number in range(60):
+        store(own, number.to_bytes(32, "big"), now_s=float(number))
+        for each in (own, other):
+            each.give(float(number))
+    assert (own.own_pages, other.own_pages) == (30, 2)
+    assert [store(other, bytes([number]) * 32, now_s=60.0) is not None for number in (70, 71)]
+
+
+def test_free_and_old_pages_together_are_no_more_than_was_asked_for() -> None:
+    own, other = opened(SIXTEEN, 2)
+    for number in range(13):
+        store(other, bytes([number]) * 32, now_s=1.0)
+    for number in range(16):
+        store(own, bytes([16 + number]) * 32, now_s=20.0)
+    words = own._words
+    before = [words[own.layout.entry_word(page)] for page in range(32)]
+    own.give(20.0)
+    other.give(20.0)
+    # One of three free pages, as it wants two itself, and one of an old block.
+    changed = [page for page in range(32) if words[own.layout.entry_word(page)] != before[page]]
+    assert changed == [16, 29]
+    assert all(words[own.layout.entry_word(page)] == before[page] + 2 for page in changed)
+    own.give(20.0)
+    assert own.own_pages == 18
+    # They are still its own, and free, in its next process.
+    anew = reopened(own, 20.0)
+    assert anew.own_pages == 18
+    assert anew.used_pages == 16
+    assert {store(anew, bytes([number]) * 32, now_s=21.0) for number in (50, 51)} == {16, 29}
+    other.refresh()
+    assert other.own_pages == 14
+    assert other.find(bytes([0]) * 32) is None
