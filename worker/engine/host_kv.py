@@ -154,7 +154,8 @@ class HostTier:
                 lanes.load(loads)
             first = 0
             for number, count in step.ahead:
-                lanes.load_ahead(number, ahead.part(first, first + count))
+                part = ahead.part(first, first + count)
+                lanes.load_ahead(number, part, waits=step.frees_stores)
                 first += count
             self.loaded_bytes += self._bytes_of(loads) + self._bytes_of(ahead)
 

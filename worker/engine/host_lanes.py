@@ -53,6 +53,7 @@ class _Load:
     """A load ahead: what is not launched of it, and the last copies that are."""
 
     rest: PageCopies
+    waits: bool
     copying: Copying | None = None
 
     def is_over(self) -> bool:
@@ -79,6 +80,8 @@ class HostLanes:
         self._under_way: deque[tuple[Copying, int]] = deque()
         """Launched parts of them, and how many shares each has."""
         self._under_way_shares = 0
+        self._is_new = True
+        """Whether the group has loaded nothing ahead yet."""
         self.late_blocks = 0
         """Blocks that were not stored because of the backlog."""
 
@@ -132,9 +135,14 @@ class HostLanes:
         """Load blocks before the step that is launched next."""
         self._loader.launch(copies).order()
 
-    def load_ahead(self, number: int, copies: PageCopies) -> None:
-        """Load blocks that no step reads before `follow` was called with this number."""
-        self._loads[number] = load = _Load(copies)
+    def load_ahead(self, number: int, copies: PageCopies, *, waits: bool) -> None:
+        """Load blocks that no step reads before `follow` was called with this number.
+
+        No step that is launched touches them: vLLM gives blocks back after the last step that may,
+        for connectors that write at once. `waits`: a store still reads them, and the caller's next
+        work waits for it. The first load of a group waits for what other groups have launched.
+        """
+        self._loads[number] = load = _Load(copies, waits)
         self._waiting.append(load)
         self._launch()
 
@@ -151,8 +159,9 @@ class HostLanes:
     def _launch_part(self, load: _Load, shares: int) -> None:
         part = load.rest.part(0, shares)
         load.rest = load.rest.part(shares, len(load.rest.pages))
-        # No step that was launched since the first part touches these blocks.
-        load.copying = self._ahead_loader.launch(part, waits=load.copying is None)
+        waits = load.copying is None and (load.waits or self._is_new)
+        load.copying = self._ahead_loader.launch(part, waits=waits)
+        self._is_new = False
         self._under_way.append((load.copying, len(part.pages)))
         self._under_way_shares += len(part.pages)
 
@@ -194,6 +203,7 @@ class HostLanes:
         """Wait until nothing is copied: the rank leaves its group."""
         self._waiting.clear()
         self._loads.clear()
+        self._is_new = True
         _wait(lambda: not (self._has_stores() or self._under_way))
 
 

@@ -117,7 +117,7 @@ def test_tokens_wait_for_few_stores_and_not_for_long(
 
 
 def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
-    made.lanes.load_ahead(7, of(1))
+    made.lanes.load_ahead(7, of(1), waits=False)
     assert not made.lanes.is_over(7)
     assert not made.lanes.is_over(8)
     made.loads.launched[0].over = True
@@ -133,8 +133,8 @@ def test_loads_ahead_are_launched_as_others_end(
     """A call of the driver would wait if its queue were full."""
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 4)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
-    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
-    made.lanes.load_ahead(1, of(6))
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5), waits=False)
+    made.lanes.load_ahead(1, of(6), waits=False)
 
     def launched() -> list[tuple[list[int], bool]]:
         return [(list(each.copies.pages), each.waits) for each in made.loads.launched]
@@ -142,10 +142,34 @@ def test_loads_ahead_are_launched_as_others_end(
     assert launched() == [([1, 2], True), ([3, 4], False)]
     made.loads.launched[0].over = made.loads.launched[1].over = True
     assert not made.lanes.is_over(0)
-    assert launched()[2:] == [([5], False), ([6], True)], "a load waits for the steps before it"
+    assert launched()[2:] == [([5], False), ([6], False)]
     made.loads.launched[2].over = True
     assert made.lanes.is_over(0)
     assert not made.lanes.is_over(1)
+
+
+def test_loads_ahead_wait_for_other_groups_and_for_stores(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the group's own steps have ended that touch the blocks."""
+    monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 1)
+
+    def waits() -> list[bool]:
+        found = [each.waits for each in made.loads.launched]
+        for each in made.loads.launched:
+            each.over = True
+        made.loads.launched.clear()
+        return found
+
+    made.lanes.load_ahead(0, of(1, 2), waits=False)
+    assert waits() == [True, False], "the first one waits"
+    made.lanes.load_ahead(1, of(3), waits=False)
+    made.lanes.load_ahead(2, of(4, 5), waits=True)
+    assert waits() == [False, True, False]
+    made.lanes.stop()
+    made.lanes.load_ahead(3, of(6), waits=False)
+    made.lanes.load_ahead(4, of(7), waits=False)
+    assert waits() == [True, False], "it leads or follows in another group"
 
 
 def test_a_slower_member_launches_what_a_step_waits_for(
@@ -153,13 +177,13 @@ def test_a_slower_member_launches_what_a_step_waits_for(
 ) -> None:
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
-    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5), waits=False)
     made.lanes.follow([0])
     assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3, 4, 5]]
     assert made.log == ["order [3, 4, 5]"]
     for each in made.loads.launched:
         each.over = True
-    made.lanes.load_ahead(1, of(6))
+    made.lanes.load_ahead(1, of(6), waits=False)
     assert len(made.loads.launched) == 3
 
 
@@ -167,8 +191,8 @@ def test_later_work_waits_for_all_loads_ahead(made: Lanes, monkeypatch: pytest.M
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
     made.lanes.order_loads()
-    made.lanes.load_ahead(0, of(1, 2, 3))
-    made.lanes.load_ahead(1, of(4))
+    made.lanes.load_ahead(0, of(1, 2, 3), waits=False)
+    made.lanes.load_ahead(1, of(4), waits=False)
     made.lanes.order_loads()
     assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3], [4]]
     assert made.log == ["order [4]"]
@@ -181,7 +205,7 @@ def test_a_step_waits_for_its_own_loads(made: Lanes) -> None:
 
 def test_a_rank_leaves_when_nothing_is_copied(made: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     made.store(1)
-    made.lanes.load_ahead(0, of(2))
+    made.lanes.load_ahead(0, of(2), waits=False)
     flags = [*made.stores.launched, *made.loads.launched]
 
     def end_one(_: float) -> None:
