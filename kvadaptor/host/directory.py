@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from kvadaptor.fence import FENCE
+from kvadaptor.host.block_index import BlockIndex
 from kvadaptor.host.layout import (
     ENTRY_WORDS,
     HASH_BYTES,
@@ -63,10 +64,7 @@ class HostDirectory:
         self.rank = rank
         self._words = memory[: WORD_BYTES * layout.ranks * layout.part_words].cast("Q")
         self._bytes = memory
-        self._pages: dict[bytes, int] = {}
-        self._copies: dict[bytes, list[int]] = {}
-        """Further pages of a block, where several ranks have stored it."""
-        self._hashes: dict[int, bytes] = {}
+        self._index = BlockIndex()
         self._read = [0] * layout.ranks
         """How many changes of each part are known."""
         self._own: set[int] = set()
@@ -124,7 +122,7 @@ class HostDirectory:
             if count <= most:
                 for number in range(known, count):
                     page = self._words[self.layout.journal_word(rank, number)]
-                    self._index(page)
+                    self._read_entry(page)
                     self._receive(page)
                 self._read[rank] = count
             if self._words[self.layout.count_word(rank)] > most:
@@ -133,7 +131,8 @@ class HostDirectory:
 
     def find(self, key: bytes) -> int | None:
         """Return a complete page of this block hash, as last refreshed; None if there is none."""
-        return next((page for page in self._known(key) if self._is_complete(page)), None)
+        pages = self._index.pages(_padded(key))
+        return next((page for page in pages if self._is_complete(page)), None)
 
     def pin(self, page: int, key: bytes) -> bool:
         """Keep a complete page of this hash from eviction; return False if it is one no more."""
@@ -184,7 +183,7 @@ class HostDirectory:
             first = WORD_BYTES * (word + _HASH)
             memory[first : first + HASH_BYTES + SHARES_MAX] = padded + _NO_SHARES
             self._pending[page] = now_s
-            self._enter(page, padded)
+            self._index.enter(page, padded)
         with FENCE:
             for word in places:
                 words[word + _GENERATION] += 1
@@ -194,13 +193,8 @@ class HostDirectory:
     def has(self, key: bytes) -> bool:
         """Return whether a complete page has this block, or one of the rank's own is to have it."""
         pending = self._pending
-        return any(page in pending or self._is_complete(page) for page in self._known(key))
-
-    def _known(self, key: bytes) -> tuple[int, ...]:
-        """Return the pages that have this block or are to have it, as last refreshed."""
-        padded = _padded(key)
-        page = self._pages.get(padded)
-        return () if page is None else (page, *self._copies.get(padded, ()))
+        pages = self._index.pages(_padded(key))
+        return any(page in pending or self._is_complete(page) for page in pages)
 
     def tags(self, pages: Sequence[int]) -> list[int]:
         """Return the tags with which members mark their shares of the rank's own pages."""
@@ -300,7 +294,7 @@ class HostDirectory:
         words, memory = self._words, self._bytes
         for page in pages:
             words[self._entries[page] + _SHARES] = 0
-            self._enter(page, None)
+            self._index.enter(page, None)
             self._own.remove(page)
         with FENCE:
             for page in pages:
@@ -406,36 +400,12 @@ class HostDirectory:
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
         for page in self._pages_of(rank, self.rank):
-            if self._words[self._entries[page] + _SHARES] or page in self._hashes:
-                self._index(page)
+            if self._words[self._entries[page] + _SHARES] or page in self._index:
+                self._read_entry(page)
             self._receive(page)
 
-    def _index(self, page: int) -> None:
-        self._enter(page, self._hash_of(page))
-
-    def _enter(self, page: int, key: bytes | None) -> None:
-        """Note which block a page has now."""
-        before = self._hashes.get(page)
-        if before == key:
-            return
-        if before is not None:
-            del self._hashes[page]
-            self._forget(before, page)
-        if key is not None:
-            self._hashes[page] = key
-            if self._pages.setdefault(key, page) != page:
-                self._copies.setdefault(key, []).append(page)
-
-    def _forget(self, key: bytes, page: int) -> None:
-        copies = self._copies.get(key, [])
-        if self._pages[key] != page:
-            copies.remove(page)
-        elif copies:
-            self._pages[key] = copies.pop(0)
-        else:
-            del self._pages[key]
-        if not copies:
-            self._copies.pop(key, None)
+    def _read_entry(self, page: int) -> None:
+        self._index.enter(page, self._hash_of(page))
 
     def _hash_of(self, page: int) -> bytes | None:
         """Return the hash in a page's entry; None if it has none or changes right now."""

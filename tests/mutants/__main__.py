@@ -58,7 +58,7 @@ PARTS = {
         ),
     ),
     "host": Part(
-        ("kvadaptor.host.directory", "kvadaptor.host.layout"),
+        ("kvadaptor.host.directory", "kvadaptor.host.block_index", "kvadaptor.host.layout"),
         (
             UNIT + "kvadaptor/test_host_directory.py",
             PROPERTY + "test_host_directory.py",

@@ -160,7 +160,7 @@ def test_a_late_write_completes_nothing(two: list[HostDirectory]) -> None:
         assert own.allocate([bytes([number]) * 32], 1, 0.0)
     assert own.allocate([OTHER], 1, WRITE_LIMIT_S) == []
     assert own.allocate([OTHER], 1, WRITE_LIMIT_S + 1)
-    again = next(p for p in own.layout.pages_of(0) if own._hashes.get(p) == OTHER)
+    again = next(p for p in own.layout.pages_of(0) if own._hash_of(p) == OTHER)
     other.complete([again], 0, [late])
     assert own.find(OTHER) is None
     other.complete([again], 0, own.tags([again]))
