@@ -16,6 +16,7 @@ process may end at any instruction. Invariants:
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
+from math import inf
 
 from kvadaptor.fence import FENCE
 from kvadaptor.host.block_index import BlockIndex
@@ -37,7 +38,10 @@ AGE_MARGIN_S = 5.0
 """Blocks make room for those of another rank if they were used longer ago by more than this."""
 
 GIVEN_MAX = 256
-"""Pages that a rank gives to another at once: about 1 ms."""
+"""Pages that a rank gives to others in one pass: about 1 ms."""
+
+USE_PERIOD_S = 1.0
+"""How often pages of running tasks are marked as used, and complete pages are counted."""
 
 FREE_SHARE, FREE_MAX = 8, 512
 """A rank wants an eighth of its first pages to be free, but no more than this number. It gives none
@@ -45,7 +49,10 @@ away when it has only an eighth left, so that it can store at once when it leads
 
 _WANTED_BITS = 16
 
-_GENERATION, _SHARES, _HASH, _COMPLETE = 0, 1, 2, 6
+_LOOKS = 8
+"""Pages that are looked at for the oldest one, and passes that sort those that others have used."""
+
+_GENERATION, _SHARES, _HASH, _COMPLETE, _USED = 0, 1, 2, 6, 8
 _PINS_MAX = 255
 _TAGS = 255
 _NO_SHARES = bytes(SHARES_MAX)
@@ -69,19 +76,21 @@ class HostDirectory:
         """How many changes of each part are known."""
         self._own: set[int] = set()
         self._now_s = now_s
-        self._free: OrderedDict[int, float] = OrderedDict()
-        self._used: OrderedDict[int, float] = OrderedDict()
-        """Complete pages of the rank's own and the times of their last use, the longest unused
-        first, without those of `_held`."""
-        self._held: OrderedDict[int, float] = OrderedDict()
+        self._free: OrderedDict[int, int] = OrderedDict()
+        self._used: OrderedDict[int, int] = OrderedDict()
+        """Complete pages of the rank's own and the times of their last use in ms, the longest
+        unused first, without those of `_held`."""
+        self._held: OrderedDict[int, int] = OrderedDict()
         """Such pages of running tasks; they go when there are no others."""
         self._pending: dict[int, float] = {}
         """Incomplete pages of the rank's own, and when they were allocated."""
         self._users: dict[int, int] = {}
-        """How many running tasks have each page of the rank's own."""
+        """How many of the tasks that this rank leads have each page, of any rank."""
         self._own_min = layout.pages_per_rank // FREE_SHARE
         self._free_wanted = min(self._own_min, FREE_MAX)
-        self._asked = [0] * layout.ranks
+        self._stored_at_s = -inf
+        self._marked_at_s = now_s
+        self._asked = [self._words[layout.wanted_word(each)] for each in range(layout.ranks)]
         """What each rank has asked for when this one answered last."""
         self._owners_at = layout.owners_at
         self._owner = rank + 1
@@ -92,9 +101,8 @@ class HostDirectory:
         """Where each rank counts how often it has pinned each page."""
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
-        if self._words[layout.count_word(rank)]:
-            # A process that ended may have given pages without a word: others read all again.
-            self._words[layout.count_word(rank)] += JOURNAL_WORDS
+        # A process that ended may have written to its journal, given pages, and counted nothing.
+        self._words[layout.count_word(rank)] += JOURNAL_AT_ONCE
         self._adopt(now_s)
         for each in range(layout.ranks):
             self._read_all(each)
@@ -145,10 +153,7 @@ class HostDirectory:
         if self._hash_of(page) == _padded(key) and self._is_complete(page):
             if page in self._pending:
                 self._settle(page)
-            for pages in (self._used, self._held):
-                if page in pages:
-                    pages[page] = self._now_s
-                    pages.move_to_end(page)
+            self._mark(page)
             return True
         self._bytes[at] -= 1
         return False
@@ -172,6 +177,8 @@ class HostDirectory:
                 f"{shares} ranks cannot share a host page: the maximum is {SHARES_MAX}."
             )
         self._now_s = now_s
+        if keys:
+            self._stored_at_s = now_s
         pages = self._free_pages(len(keys), now_s)
         if not pages:
             return pages
@@ -180,6 +187,7 @@ class HostDirectory:
         for page, word, key in zip(pages, places, keys, strict=False):
             padded = _padded(key)
             words[word + _SHARES] = shares
+            words[word + _USED] = int(1e3 * now_s)
             first = WORD_BYTES * (word + _HASH)
             memory[first : first + HASH_BYTES + SHARES_MAX] = padded + _NO_SHARES
             self._pending[page] = now_s
@@ -222,18 +230,32 @@ class HostDirectory:
             self._settle(page)
 
     def _settle(self, page: int) -> None:
-        self._keep(page, self._pending.pop(page))
+        del self._pending[page]
+        self._keep(page)
 
-    def _keep(self, page: int, used_s: float) -> None:
-        """Count a page of the rank's own as used after all others."""
-        (self._held if page in self._users else self._used)[page] = used_s
+    def _keep(self, page: int) -> None:
+        """Count a page of the rank's own among those that may be evicted, after all others."""
+        kept = self._held if page in self._users else self._used
+        kept[page] = self._words[self._entries[page] + _USED]
+
+    def _mark(self, page: int) -> None:
+        """Mark a page of any rank as used now."""
+        now_ms = int(1e3 * self._now_s)
+        self._words[self._entries[page] + _USED] = now_ms
+        for pages in (self._used, self._held):
+            if page in pages:
+                pages[page] = now_ms
+                pages.move_to_end(page)
 
     def add_user(self, page: int) -> None:
-        """Evict a page after all others, until `remove_users`; pages of other ranks are ignored."""
-        if page in self._own:
-            self._users[page] = self._users.get(page, 0) + 1
-            if page in self._used:
-                self._held[page] = self._used.pop(page)
+        """Count a task that has a page of any rank: it is evicted late until `remove_users`.
+
+        Late is after all others where the rank owns it; other ranks see that it is used.
+        """
+        self._users[page] = self._users.get(page, 0) + 1
+        self._mark(page)
+        if page in self._used:
+            self._held[page] = self._used.pop(page)
 
     def remove_users(self, pages: Iterable[int]) -> None:
         """Take back `add_user`."""
@@ -244,8 +266,7 @@ class HostDirectory:
                 continue
             self._users.pop(page, None)
             if page in self._held:
-                del self._held[page]
-                self._used[page] = self._now_s
+                self._used[page] = self._held.pop(page)
 
     @property
     def own_pages(self) -> int:
@@ -260,55 +281,89 @@ class HostDirectory:
     # ------------------------------------------------------------------ pages for other ranks
 
     def give(self, now_s: float) -> None:
-        """Ask for pages where few are free, and give pages to ranks whose blocks are younger.
+        """Ask for pages if this rank stores and few are free; give pages to others that ask.
 
-        So a block stays about as long whichever rank stores it, and the leader of a wide group,
-        which stores for all members, has the pages of all.
+        A rank gives what is free, and blocks that were used longer ago than all of the other's. So
+        the leader of a wide group, which stores for all members, has the pages of all.
         """
         self._now_s = now_s
         self.refresh()
-        words, layout = self._words, self.layout
-        words[layout.oldest_word(self.rank)] = int(1e3 * next(iter(self._used.values()), now_s))
-        word = layout.wanted_word(self.rank)
-        wanted = max(0, self._free_wanted - len(self._free))
-        words[word] = (words[word] >> _WANTED_BITS) + 1 << _WANTED_BITS | wanted
+        if now_s - self._marked_at_s >= USE_PERIOD_S:
+            self._marked_at_s = now_s
+            self.settle()
+            for page in self._users:
+                self._mark(page)
+        if now_s - next(iter(self._pending.values()), now_s) > WRITE_LIMIT_S:
+            self._give_up_late(now_s)
+        self._ask()
+        words, layout, rest = self._words, self.layout, GIVEN_MAX
         for rank in range(layout.ranks):
             asked = words[layout.wanted_word(rank)]
             # A rank that has ended asks no more.
             if rank != self.rank and asked != self._asked[rank]:
                 self._asked[rank] = asked
-                if wanted := asked % (1 << _WANTED_BITS):
-                    self._give(rank, wanted, words[layout.oldest_word(rank)] / 1e3)
+                # All others give a part.
+                wanted = -(-(asked % (1 << _WANTED_BITS)) // (layout.ranks - 1))
+                rest -= self._give(rank, min(wanted, rest), words[layout.oldest_word(rank)])
 
-    def _give(self, rank: int, wanted: int, oldest_s: float) -> None:
-        """Give a rank pages that are free, or whose blocks are older than its oldest one."""
-        count = min(wanted, GIVEN_MAX, len(self._own) - self._own_min)
-        if count <= 0:
+    def _ask(self) -> None:
+        wanted = self._free_wanted - len(self._free)
+        if wanted <= 0 or not self._is_storing:
             return
-        self.settle()
-        spare = max(0, len(self._free) - self._free_wanted)
+        words, layout = self._words, self.layout
+        words[layout.oldest_word(self.rank)] = self._oldest_ms()
+        word = layout.wanted_word(self.rank)
+        words[word] = (words[word] >> _WANTED_BITS) + 1 << _WANTED_BITS | wanted
+
+    @property
+    def _is_storing(self) -> bool:
+        return self._now_s - self._stored_at_s < AGE_MARGIN_S
+
+    def _oldest_ms(self) -> int:
+        """Return when the page was used that this rank evicts next."""
+        for pages in (self._used, self._held):
+            self._sort(pages, _LOOKS)
+            for page, at_ms in islice(pages.items(), _LOOKS):
+                if not any(self._bytes[first + page] for first in self._pins):
+                    return at_ms
+        return int(1e3 * self._now_s)
+
+    def _give(self, rank: int, wanted: int, oldest_ms: int) -> int:
+        """Give a rank pages that are free, or whose blocks are older than all of its own."""
+        count = min(wanted, len(self._own) - self._own_min)
+        if count <= 0:
+            return 0
+        spare = max(0, len(self._free) - (self._free_wanted if self._is_storing else 0))
         pages = self._evict(self._free, min(count, spare))
-        times = islice(self._used.values(), count - len(pages))
-        old = sum(1 for _ in takewhile(lambda used_s: used_s < oldest_s - AGE_MARGIN_S, times))
-        pages += self._evict(self._used, old)
+        count -= len(pages)
+        self._sort(self._used, count + _LOOKS)
+        least_ms = oldest_ms - int(1e3 * AGE_MARGIN_S)
+        first = islice(self._used.items(), count + _TRIES)
+        old = [page for page, _ in takewhile(lambda item: item[1] < least_ms, first)]
+        pages += self._remove(self._used, old, count)
         words, memory = self._words, self._bytes
         for page in pages:
             words[self._entries[page] + _SHARES] = 0
             self._index.enter(page, None)
             self._own.remove(page)
+        self._write_journal(pages)
         with FENCE:
             for page in pages:
                 words[self._entries[page] + _GENERATION] += 1
         with FENCE:
             for page in pages:
                 memory[self._owners_at + page] = rank + 1
-        self._journal(pages)
+        with FENCE:
+            words[self.layout.count_word(self.rank)] += len(pages)
+        return len(pages)
 
     def _receive(self, page: int) -> None:
         """Own a page if its owner has given it to this rank."""
         if self._bytes[self._owners_at + page] == self._owner and page not in self._own:
-            self._own.add(page)
-            self._free[page] = self._now_s
+            with FENCE:
+                self._own.add(page)
+            self._users.pop(page, None)
+            self._free[page] = 0
 
     def _pages_of(self, *ranks: int) -> list[int]:
         """Return the pages that any of these ranks owns, or had at first."""
@@ -333,16 +388,37 @@ class HostDirectory:
                 taken += self._evict(pages, count - len(taken))
         return taken
 
-    def _evict(self, pages: OrderedDict[int, float], count: int) -> list[int]:
+    def _evict(self, pages: OrderedDict[int, int], count: int) -> list[int]:
         """Take this many pages of these, the first ones that nobody has pinned."""
+        if not count:
+            return []
+        self._sort(pages, count + _LOOKS)
+        return self._remove(pages, list(islice(pages, count + _TRIES)), count)
+
+    def _remove(self, pages: OrderedDict[int, int], tries: Iterable[int], count: int) -> list[int]:
+        """Take the first ones of these that nobody has pinned."""
         taken: list[int] = []
-        tries = iter(list(islice(pages, count + _TRIES)) if count else ())
-        while wanted := list(islice(tries, count - len(taken))):
+        rest = iter(tries)
+        while wanted := list(islice(rest, count - len(taken))):
             for page in (found := self._take(wanted)):
                 del pages[page]
                 self._users.pop(page, None)
             taken += found
         return taken
+
+    def _sort(self, pages: OrderedDict[int, int], count: int) -> None:
+        """Move pages among the first ones to the end that other ranks have used since."""
+        if pages is self._free:
+            return
+        words, entries = self._words, self._entries
+        for _ in range(_LOOKS):
+            first = list(islice(pages.items(), count))
+            later = [page for page, at_ms in first if words[entries[page] + _USED] > at_ms]
+            if not later:
+                return
+            for page in later:
+                pages[page] = words[entries[page] + _USED]
+                pages.move_to_end(page)
 
     def _give_up_late(self, now_s: float) -> None:
         """Let pages go first that have been incomplete for too long."""
@@ -350,8 +426,8 @@ class HostDirectory:
         for page, at_s in list(self._pending.items()):
             if now_s - at_s <= WRITE_LIMIT_S:
                 break  # Those after it are younger.
-            del self._pending[page]
-            self._keep(page, 0.0)
+            self._words[self._entries[page] + _USED] = 0
+            self._settle(page)
             (self._held if page in self._users else self._used).move_to_end(page, last=False)
 
     def _take(self, pages: Sequence[int]) -> list[int]:
@@ -369,6 +445,7 @@ class HostDirectory:
 
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
+        complete: list[int] = []
         for page in self._pages_of(self.rank):
             if self._bytes[self._owners_at + page] not in (0, self._owner):
                 continue
@@ -380,22 +457,27 @@ class HostDirectory:
                 self._words[word + _SHARES] = 0
                 self._words[word + _GENERATION] = generation + 1
                 self._journal([page])
-                self._free[page] = now_s
+                self._free[page] = 0
             elif not self._words[word + _SHARES]:
-                self._free[page] = now_s
+                self._free[page] = 0
             elif self._is_complete(page):
-                self._keep(page, now_s)
+                complete.append(page)
             else:
                 self._pending[page] = now_s
+        for page in sorted(complete, key=lambda page: self._words[self._entries[page] + _USED]):
+            self._keep(page)
 
     def _journal(self, pages: Sequence[int]) -> None:
-        word = self.layout.count_word(self.rank)
         for first in range(0, len(pages), JOURNAL_AT_ONCE):
-            part, count = pages[first : first + JOURNAL_AT_ONCE], self._words[word]
-            for number, page in enumerate(part, count):
-                self._words[self._journal_at + number % JOURNAL_WORDS] = page
+            part = pages[first : first + JOURNAL_AT_ONCE]
+            self._write_journal(part)
             with FENCE:
-                self._words[word] = count + len(part)
+                self._words[self.layout.count_word(self.rank)] += len(part)
+
+    def _write_journal(self, pages: Sequence[int]) -> None:
+        """Write these pages, at most `JOURNAL_AT_ONCE`, where others look once they are counted."""
+        for number, page in enumerate(pages, self._words[self.layout.count_word(self.rank)]):
+            self._words[self._journal_at + number % JOURNAL_WORDS] = page
 
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
@@ -436,7 +518,8 @@ _PENDING_MAX, _PENDING_SHARE = 64, 16
 _TRIES = 64
 """Pages that an allocation tries to evict; readers pin only what they load in one step."""
 
-assert ENTRY_WORDS * WORD_BYTES == WORD_BYTES * _COMPLETE + SHARES_MAX
+assert WORD_BYTES * _USED == WORD_BYTES * _COMPLETE + SHARES_MAX
+assert ENTRY_WORDS == _USED + 1 and GIVEN_MAX <= JOURNAL_AT_ONCE
 
 
 def _tag(generation: int) -> int:

@@ -8,8 +8,9 @@ bytes whichever group wrote it (Seesaw, section 4.2, with heads outermost as in 
 from dataclasses import dataclass
 
 WORD_BYTES = 8
-ENTRY_WORDS = 8
-"""Words of a page's entry: generation, shares, four of its hash, two of completeness bytes."""
+ENTRY_WORDS = 9
+"""Words of a page's entry: generation, shares, four of its hash, two of completeness bytes, and the
+time of its last use, which every rank writes."""
 
 HASH_BYTES = 32
 SHARES_MAX = 16
@@ -61,7 +62,7 @@ class HostLayout:
         return rank * self.part_words + 2
 
     def oldest_word(self, rank: int) -> int:
-        """Return the word with the time, in ms, when the page that a rank evicts next was used."""
+        """Return the word with the time when the page that a rank evicts next was used, in ms."""
         return rank * self.part_words + 3
 
     def journal_word(self, rank: int, number: int) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kvadaptor.host import directory
 from kvadaptor.host.directory import HostDirectory
 from kvadaptor.host.layout import HostLayout
 
 PAGE_BYTES = 1 << 15
-LAYOUT = HostLayout(ranks=3, pages_per_rank=4, page_bytes=PAGE_BYTES)
-KEYS = 16
+LAYOUT = HostLayout(ranks=3, pages_per_rank=16, page_bytes=PAGE_BYTES)
+KEYS = 120
 SHARES = 2
 RUN_S = 1.0
 LIVES = 4
@@ -32,12 +33,13 @@ def pages_in(memory: mmap.mmap) -> Any:
 
 
 def write(memory: mmap.mmap, rank: int, seed: int) -> None:
-    """Store random blocks until the process is killed; four pages for 16 blocks evict often."""
+    """Store random blocks until the process is killed; 48 pages for 120 blocks evict often."""
+    directory.AGE_MARGIN_S = 0.01
     pages, draw = pages_in(memory), random.Random(seed)
     own = HostDirectory(memoryview(memory), LAYOUT, rank, time.monotonic())
     while True:
         number = draw.randrange(1, KEYS)
-        own.refresh()
+        own.give(time.monotonic())
         if own.find(key_of(number)) is not None:
             continue
         found = own.allocate([key_of(number)], SHARES, time.monotonic())
@@ -54,7 +56,7 @@ def read(memory: mmap.mmap, rank: int, seed: int, counts: Any) -> None:
     until_s = time.monotonic() + RUN_S * LIVES
     while time.monotonic() < until_s:
         number = draw.randrange(1, KEYS)
-        own.refresh()
+        own.give(time.monotonic())
         page = own.find(key_of(number))
         if page is None or not own.pin(page, key_of(number)):
             counts[1] += 1
@@ -67,6 +69,7 @@ def read(memory: mmap.mmap, rank: int, seed: int, counts: Any) -> None:
 
 
 def test_no_reader_sees_a_torn_page() -> None:
+    """Writers are killed at any instruction, also while they give pages to each other."""
     fork = multiprocessing.get_context("fork")
     memory = mmap.mmap(-1, LAYOUT.total_bytes)
     counts = fork.RawArray("q", 3)
@@ -90,3 +93,8 @@ def test_no_reader_sees_a_torn_page() -> None:
     print(f"{hits} reads, {misses} misses")
     assert torn == 0
     assert hits > 100
+    owners = np.frombuffer(memory, np.uint8, LAYOUT.pages, LAYOUT.owners_at)
+    assert np.count_nonzero(owners) > 0, "pages are given"
+    last = [HostDirectory(memoryview(memory), LAYOUT, rank, 0.0) for rank in range(LAYOUT.ranks)]
+    owned = sorted(page for each in last for page in each._own)
+    assert owned == list(range(LAYOUT.pages)), "each page has one owner"

@@ -53,6 +53,7 @@ REGISTERED_BYTES = 64 << 20
 
 
 GIVE_PERIOD_S = 0.005
+"""How often a rank asks others for pages, and looks at what they ask."""
 
 
 class TimedMode(Protocol):

@@ -81,7 +81,7 @@ class HostBlocks:
         self._due: dict[str, int] = {}
         """The step in which each task is looked at next."""
         self._used: dict[str, list[int]] = {}
-        """The pages that each task has filled or loaded."""
+        """The pages that each task has filled, loaded or found."""
         self._last: list[tuple[bytes, int]] = []
         """Hashes and blocks of tasks that lost them, which were full with their last step.
 
@@ -195,7 +195,12 @@ class HostBlocks:
     def _store(self, step: BlockCopies, filled: list[_Filled], now_s: float) -> None:
         """Let a step store those of these blocks that have no page."""
         directory = self._directory
-        new = {key: (name, block) for name, key, block in filled if not directory.has(key)}
+        new: dict[bytes, tuple[str | None, int]] = {}
+        for name, key, block in filled:
+            if not directory.has(key):
+                new[key] = name, block
+            elif name is not None and (page := directory.find(key)) is not None:
+                self._use(name, [page])  # A task that moved here, or one with the same prefix.
         pages = directory.allocate(list(new), self._rules.shares, now_s)
         self._counts.full += len(new) - len(pages)
         step.store_pages += pages
