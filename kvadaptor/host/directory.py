@@ -20,9 +20,8 @@ from math import inf
 
 from kvadaptor.fence import FENCE
 from kvadaptor.host.block_index import BlockIndex
+from kvadaptor.host.entries import PageEntries, padded_key
 from kvadaptor.host.layout import (
-    ENTRY_WORDS,
-    HASH_BYTES,
     JOURNAL_AT_ONCE,
     JOURNAL_WORDS,
     SHARES_MAX,
@@ -52,10 +51,7 @@ _WANTED_BITS = 16
 _LOOKS = 8
 """Pages that are looked at for the oldest one, and passes that sort those that others have used."""
 
-_GENERATION, _SHARES, _HASH, _COMPLETE, _USED = 0, 1, 2, 6, 8
 _PINS_MAX = 255
-_TAGS = 255
-_NO_SHARES = bytes(SHARES_MAX)
 
 
 class HostDirectory:
@@ -94,11 +90,9 @@ class HostDirectory:
         """What each rank has asked for when this one answered last."""
         self._owners_at = layout.owners_at
         self._owner = rank + 1
-        self._entries = [layout.entry_word(page) for page in range(layout.pages)]
+        self.entries = PageEntries(memory, layout)
         self._pins_at = at = layout.pins_at(rank)
         self._journal_at = layout.journal_word(rank, 0)
-        self._pins = [layout.pins_at(each) for each in range(layout.ranks)]
-        """Where each rank counts how often it has pinned each page."""
         memory[at : at + layout.pages] = bytes(layout.pages)
         self.set_ready(is_ready=False)
         # A process that ended may have written to its journal, given pages, and counted nothing.
@@ -139,8 +133,8 @@ class HostDirectory:
 
     def find(self, key: bytes) -> int | None:
         """Return a complete page of this block hash, as last refreshed; None if there is none."""
-        pages = self._index.pages(_padded(key))
-        return next((page for page in pages if self._is_complete(page)), None)
+        pages = self._index.pages(padded_key(key))
+        return next((page for page in pages if self.entries.is_complete(page)), None)
 
     def pin(self, page: int, key: bytes) -> bool:
         """Keep a complete page of this hash from eviction; return False if it is one no more."""
@@ -150,7 +144,7 @@ class HostDirectory:
         self._bytes[at] += 1
         with FENCE:
             pass
-        if self._hash_of(page) == _padded(key) and self._is_complete(page):
+        if self.entries.hash_of(page) == padded_key(key) and self.entries.is_complete(page):
             if page in self._pending:
                 self._settle(page)
             self._mark(page)
@@ -182,51 +176,24 @@ class HostDirectory:
         pages = self._free_pages(len(keys), now_s)
         if not pages:
             return pages
-        words, memory = self._words, self._bytes
-        places = [self._entries[page] for page in pages]
-        for page, word, key in zip(pages, places, keys, strict=False):
-            padded = _padded(key)
-            words[word + _SHARES] = shares
-            words[word + _USED] = int(1e3 * now_s)
-            first = WORD_BYTES * (word + _HASH)
-            memory[first : first + HASH_BYTES + SHARES_MAX] = padded + _NO_SHARES
+        for page, key in zip(pages, keys, strict=False):
+            padded = padded_key(key)
+            self.entries.fill(page, padded, shares, int(1e3 * now_s))
             self._pending[page] = now_s
             self._index.enter(page, padded)
-        with FENCE:
-            for word in places:
-                words[word + _GENERATION] += 1
+        self.entries.end_changes(pages)
         self._journal(pages)
         return pages
 
     def has(self, key: bytes) -> bool:
         """Return whether a complete page has this block, or one of the rank's own is to have it."""
         pending = self._pending
-        pages = self._index.pages(_padded(key))
-        return any(page in pending or self._is_complete(page) for page in pages)
-
-    def tags(self, pages: Sequence[int]) -> list[int]:
-        """Return the tags with which members mark their shares of the rank's own pages."""
-        words, entries = self._words, self._entries
-        return [_tag(words[entries[page] + _GENERATION]) for page in pages]
-
-    def is_written(self, page: int, tag: int) -> bool:
-        """Return whether all members have marked their shares of a page with this tag.
-
-        Or never will, as the page is to hold another block.
-        """
-        now = _tag(self._words[self._entries[page] + _GENERATION])
-        return now != tag or self._is_complete(page)
-
-    def complete(self, pages: Sequence[int], share: int, tags: Sequence[int]) -> None:
-        """Mark that share `share` of these pages, of any ranks, is written."""
-        memory = self._bytes
-        with FENCE:
-            for page, tag in zip(pages, tags, strict=True):
-                memory[self._complete_at(page) + share] = tag
+        pages = self._index.pages(padded_key(key))
+        return any(page in pending or self.entries.is_complete(page) for page in pages)
 
     def settle(self) -> None:
         """Count the pages of the rank's own that have become complete as used."""
-        for page in [page for page in self._pending if self._is_complete(page)]:
+        for page in [page for page in self._pending if self.entries.is_complete(page)]:
             self._settle(page)
 
     def _settle(self, page: int) -> None:
@@ -235,13 +202,13 @@ class HostDirectory:
 
     def _keep(self, page: int) -> None:
         """Count a page of the rank's own among those that may be evicted, after all others."""
-        kept = self._held if page in self._users else self._used
-        kept[page] = self._words[self._entries[page] + _USED]
+        pages = self._held if page in self._users else self._used
+        pages[page] = self.entries.used_ms(page)
 
     def _mark(self, page: int) -> None:
         """Mark a page of any rank as used now."""
         now_ms = int(1e3 * self._now_s)
-        self._words[self._entries[page] + _USED] = now_ms
+        self.entries.mark(page, now_ms)
         for pages in (self._used, self._held):
             if page in pages:
                 pages[page] = now_ms
@@ -324,7 +291,7 @@ class HostDirectory:
         for pages in (self._used, self._held):
             self._sort(pages, _LOOKS)
             for page, at_ms in islice(pages.items(), _LOOKS):
-                if not any(self._bytes[first + page] for first in self._pins):
+                if not self.entries.is_pinned(page):
                     return at_ms
         return int(1e3 * self._now_s)
 
@@ -343,13 +310,11 @@ class HostDirectory:
         pages += self._remove(self._used, old, count)
         words, memory = self._words, self._bytes
         for page in pages:
-            words[self._entries[page] + _SHARES] = 0
+            self.entries.clear(page)
             self._index.enter(page, None)
             self._own.remove(page)
         self._write_journal(pages)
-        with FENCE:
-            for page in pages:
-                words[self._entries[page] + _GENERATION] += 1
+        self.entries.end_changes(pages)
         with FENCE:
             for page in pages:
                 memory[self._owners_at + page] = rank + 1
@@ -400,7 +365,7 @@ class HostDirectory:
         taken: list[int] = []
         rest = iter(tries)
         while wanted := list(islice(rest, count - len(taken))):
-            for page in (found := self._take(wanted)):
+            for page in (found := self.entries.take(wanted)):
                 del pages[page]
                 self._users.pop(page, None)
             taken += found
@@ -410,14 +375,14 @@ class HostDirectory:
         """Move pages among the first ones to the end that other ranks have used since."""
         if pages is self._free:
             return
-        words, entries = self._words, self._entries
+        used_ms = self.entries.used_ms
         for _ in range(_LOOKS):
             first = list(islice(pages.items(), count))
-            later = [page for page, at_ms in first if words[entries[page] + _USED] > at_ms]
+            later = [page for page, at_ms in first if used_ms(page) > at_ms]
             if not later:
                 return
             for page in later:
-                pages[page] = words[entries[page] + _USED]
+                pages[page] = used_ms(page)
                 pages.move_to_end(page)
 
     def _give_up_late(self, now_s: float) -> None:
@@ -426,22 +391,9 @@ class HostDirectory:
         for page, at_s in list(self._pending.items()):
             if now_s - at_s <= WRITE_LIMIT_S:
                 break  # Those after it are younger.
-            self._words[self._entries[page] + _USED] = 0
+            self.entries.mark(page, 0)
             self._settle(page)
             (self._held if page in self._users else self._used).move_to_end(page, last=False)
-
-    def _take(self, pages: Sequence[int]) -> list[int]:
-        """Make the generations of these pages odd; return those that nobody has pinned."""
-        words, memory, entries = self._words, self._bytes, self._entries
-        for page in pages:
-            words[entries[page] + _GENERATION] += 1
-        with FENCE:
-            pass
-        pinned = {page for first in self._pins for page in pages if memory[first + page]}
-        for page in pinned:
-            # A reader that looked meanwhile finds an odd generation and looks elsewhere.
-            words[entries[page] + _GENERATION] -= 1
-        return [page for page in pages if page not in pinned] if pinned else list(pages)
 
     def _adopt(self, now_s: float) -> None:
         """Take over what another process of this rank has left."""
@@ -450,21 +402,19 @@ class HostDirectory:
             if self._bytes[self._owners_at + page] not in (0, self._owner):
                 continue
             self._own.add(page)
-            word = self._entries[page]
-            generation = self._words[word + _GENERATION]
-            if generation % 2:
+            if self.entries.is_changing(page):
                 # It ended while it changed this entry, so nobody has written to the page since.
-                self._words[word + _SHARES] = 0
-                self._words[word + _GENERATION] = generation + 1
+                self.entries.clear(page)
+                self.entries.end_changes([page])
                 self._journal([page])
                 self._free[page] = 0
-            elif not self._words[word + _SHARES]:
+            elif not self.entries.shares(page):
                 self._free[page] = 0
-            elif self._is_complete(page):
+            elif self.entries.is_complete(page):
                 complete.append(page)
             else:
                 self._pending[page] = now_s
-        for page in sorted(complete, key=lambda page: self._words[self._entries[page] + _USED]):
+        for page in sorted(complete, key=self.entries.used_ms):
             self._keep(page)
 
     def _journal(self, pages: Sequence[int]) -> None:
@@ -482,33 +432,12 @@ class HostDirectory:
     def _read_all(self, rank: int) -> None:
         self._read[rank] = self._words[self.layout.count_word(rank)]
         for page in self._pages_of(rank, self.rank):
-            if self._words[self._entries[page] + _SHARES] or page in self._index:
+            if self.entries.shares(page) or page in self._index:
                 self._read_entry(page)
             self._receive(page)
 
     def _read_entry(self, page: int) -> None:
-        self._index.enter(page, self._hash_of(page))
-
-    def _hash_of(self, page: int) -> bytes | None:
-        """Return the hash in a page's entry; None if it has none or changes right now."""
-        word = self._entries[page]
-        generation = self._words[word + _GENERATION]
-        if generation % 2 or not self._words[word + _SHARES]:
-            return None
-        first = WORD_BYTES * (word + _HASH)
-        key = bytes(self._bytes[first : first + HASH_BYTES])
-        return key if self._words[word + _GENERATION] == generation else None
-
-    def _is_complete(self, page: int) -> bool:
-        word = self._entries[page]
-        generation, shares = self._words[word + _GENERATION], self._words[word + _SHARES]
-        if generation % 2 or not shares:
-            return False
-        at = self._complete_at(page)
-        return bytes(self._bytes[at : at + shares]) == bytes([_tag(generation)]) * shares
-
-    def _complete_at(self, page: int) -> int:
-        return WORD_BYTES * (self._entries[page] + _COMPLETE)
+        self._index.enter(page, self.entries.hash_of(page))
 
 
 _PENDING_MAX, _PENDING_SHARE = 64, 16
@@ -518,19 +447,4 @@ _PENDING_MAX, _PENDING_SHARE = 64, 16
 _TRIES = 64
 """Pages that an allocation tries to evict; readers pin only what they load in one step."""
 
-assert WORD_BYTES * _USED == WORD_BYTES * _COMPLETE + SHARES_MAX
-assert ENTRY_WORDS == _USED + 1 and GIVEN_MAX <= JOURNAL_AT_ONCE
-
-
-def _tag(generation: int) -> int:
-    """Return the completeness tag of an even generation; never 0."""
-    return generation // 2 % _TAGS + 1
-
-
-def _padded(key: bytes) -> bytes:
-    if len(key) > HASH_BYTES:
-        raise HostMemoryError(
-            f"a block hash has {len(key)} bytes, and host pages are found by {HASH_BYTES} at most: "
-            "choose sha256 as --prefix-caching-hash-algo."
-        )
-    return key.ljust(HASH_BYTES, b"\0")
+assert GIVEN_MAX <= JOURNAL_AT_ONCE

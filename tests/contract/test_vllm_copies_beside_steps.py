@@ -373,11 +373,11 @@ class World:
     def _check_pages(self) -> None:
         """Complete host pages of the leader hold the blocks that their hashes stand for."""
         for page in self.directory._own:
-            key = self.directory._hash_of(page)
+            key = self.directory.entries.hash_of(page)
             if (
                 key is None
                 or key not in self.blocks_of_key
-                or not self.directory._is_complete(page)
+                or not self.directory.entries.is_complete(page)
             ):
                 continue
             tokens = self.blocks_of_key[key]

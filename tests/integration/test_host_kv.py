@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.cells.gauges import all_there, settled_total, total
+from tests.harness.cells.gauges import all_there, gauges, settled_total, total
 from tests.harness.cells.lost_ranks import renew
 from tests.harness.faults.distrust import distrust
 from tests.harness.vllm.tiny_models import model_of
@@ -25,8 +25,8 @@ BLOCK_TOKENS = 32
 PROMPT_TOKENS = 320
 ASIDE = "tests.harness.faults.aside_worker"
 """Copies beside steps, as on CUDA."""
-GIFT_LIMIT_S = 0.2
-"""Within this a rank that does nothing gives pages to another."""
+GIFT_S = 0.3
+"""A rank that does nothing looks six times meanwhile whether others want pages."""
 LAYOUTS = ("tp2", "dp2", "sp2", "pp2", "tp2", "pp2", "dp2")
 
 
@@ -149,11 +149,13 @@ async def test_a_leader_stores_in_the_host_pages_of_all_members(
     ) as running:
         client = TaskClient()
         async with client.connected(running):
+            while not all(each.get("host_pages") for each in gauges(running)):
+                await asyncio.sleep(0.1)
             pages = await total(running, "host_pages", 1)
-            count = int(0.85 * pages * BLOCK_TOKENS / PROMPT_TOKENS)
+            count = int(0.8 * pages * BLOCK_TOKENS / PROMPT_TOKENS)
             for number in range(count):
                 await one(client, f"stored-{number}", prompt(f"stored-{number}"), max_tokens=1)
-                await asyncio.sleep(GIFT_LIMIT_S)
+                await asyncio.sleep(GIFT_S)
             running.switch("dp2", "recompute")
             running.switch(layout, "recompute")
             for number in reversed(range(count)):

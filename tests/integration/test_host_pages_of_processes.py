@@ -43,10 +43,10 @@ def write(memory: mmap.mmap, rank: int, seed: int) -> None:
         if own.find(key_of(number)) is not None:
             continue
         found = own.allocate([key_of(number)], SHARES, time.monotonic())
-        tags = own.tags(found)
+        tags = own.entries.tags(found)
         for share in range(SHARES):
             pages[found, share] = number
-            own.complete(found, share, tags)
+            own.entries.complete(found, share, tags)
 
 
 def read(memory: mmap.mmap, rank: int, seed: int, counts: Any) -> None:

@@ -58,9 +58,15 @@ PARTS = {
         ),
     ),
     "host": Part(
-        ("kvadaptor.host.directory", "kvadaptor.host.block_index", "kvadaptor.host.layout"),
+        (
+            "kvadaptor.host.directory",
+            "kvadaptor.host.entries",
+            "kvadaptor.host.block_index",
+            "kvadaptor.host.layout",
+        ),
         (
             UNIT + "kvadaptor/test_host_directory.py",
+            UNIT + "kvadaptor/test_page_gifts.py",
             PROPERTY + "test_host_directory.py",
         ),
     ),

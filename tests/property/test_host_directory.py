@@ -52,7 +52,7 @@ class Ranks:
         assert set(pages) <= own._own - pinned
         if len(pages) < len(keys):
             assert own._own <= pinned | set(own._pending)
-        for page, key, tag in zip(pages, keys, own.tags(pages), strict=False):
+        for page, key, tag in zip(pages, keys, own.entries.tags(pages), strict=False):
             self.open_writes += [(page, share, tag, key) for share in range(shares)]
 
     def give(self, rank: int) -> None:
@@ -62,13 +62,13 @@ class Ranks:
         page, share, tag, key = self.open_writes.pop(number % len(self.open_writes))
         self.content.setdefault(page, {})[share] = key
         # Any rank may be the member that writes.
-        self.directories[number % self.layout.ranks].complete([page], share, [tag])
+        self.directories[number % self.layout.ranks].entries.complete([page], share, [tag])
 
     def store(self, rank: int, keys: list[bytes]) -> None:
         """Store whole blocks, as many as find a page."""
         own = self.directories[rank]
         pages = own.allocate(keys, 1, self.now_s)
-        own.complete(pages, 0, own.tags(pages))
+        own.entries.complete(pages, 0, own.entries.tags(pages))
 
     def pin(self, rank: int, key: bytes) -> None:
         own = self.directories[rank]

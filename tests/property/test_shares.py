@@ -230,7 +230,7 @@ class Cell:
         new = [key for key in keys if not own.has(key_of(key))]
         shares = group.members[0].slots.count
         pages = own.allocate([key_of(key) for key in new], shares, self.now_s)
-        for page, key, tag in zip(pages, new, own.tags(pages), strict=False):
+        for page, key, tag in zip(pages, new, own.entries.tags(pages), strict=False):
             group.block = group.block % (shares * PAGES - 1) + 1
             for jobs in group.jobs:
                 jobs.append((group.block, page, tag, key))
@@ -245,7 +245,7 @@ class Cell:
         own = PageCopies(member.slots, member.share.number, member.table.slots([block]), [page])
         stores.launch(own)
         if self.draw.random() < 0.97:
-            self.directories[place % 2].complete([page], member.share.number, [tag])
+            self.directories[place % 2].entries.complete([page], member.share.number, [tag])
 
     def pin(self, rank: int, group: Group, key: int) -> None:
         own = self.directories[rank]

@@ -135,7 +135,7 @@ class HostTier:
 
         def complete() -> None:
             self.stored_bytes += self._bytes_of(stores)
-            self.directory.complete(step.store_pages, share, step.store_tags)
+            self.directory.entries.complete(step.store_pages, share, step.store_tags)
 
         lanes = self.lanes
         if lanes is None:

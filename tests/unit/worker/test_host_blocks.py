@@ -92,7 +92,7 @@ class Group:
     def store(self, directory: HostDirectory, *numbers: int) -> list[int]:
         pages = directory.allocate([key_of(number) for number in numbers], 1, 0.0)
         assert len(pages) == len(numbers)
-        directory.complete(pages, 0, directory.tags(pages))
+        directory.entries.complete(pages, 0, directory.entries.tags(pages))
         return pages
 
     def pins(self) -> int:
@@ -229,6 +229,15 @@ def test_a_smaller_allocation_lets_the_rest_go() -> None:
     assert group.pins() == 1
 
 
+def test_blocks_that_another_rank_has_stored_are_used_by_tasks_that_move_here() -> None:
+    group = Group()
+    pages = group.store(group.other, 0, 1)
+    group.own.refresh()
+    group.task(8)
+    group.step(task=8)
+    assert group.own._users == dict.fromkeys(pages, 1)
+
+
 def test_ended_tasks_leave_nothing_but_their_pages() -> None:
     group = Group()
     group.store(group.other, 0)
@@ -277,7 +286,7 @@ def given(group: Group, *blocks: int, **tokens: int) -> BlockCopies | None:
 
 def written(group: Group, step: BlockCopies) -> None:
     """All members have stored what a step says."""
-    group.own.complete(step.store_pages, 0, step.store_tags)
+    group.own.entries.complete(step.store_pages, 0, step.store_tags)
 
 
 def test_beside_steps_the_next_one_stores_what_a_step_has_filled() -> None:

@@ -204,7 +204,7 @@ class HostBlocks:
         pages = directory.allocate(list(new), self._rules.shares, now_s)
         self._counts.full += len(new) - len(pages)
         step.store_pages += pages
-        step.store_tags += directory.tags(pages)
+        step.store_tags += directory.entries.tags(pages)
         for page, (name, block) in zip(pages, new.values(), strict=False):
             step.store_blocks.append(block)
             if name is not None:
@@ -217,7 +217,7 @@ class HostBlocks:
             blocks = set(step.store_blocks)
             orders.append(_Order(step.store_pages[-1], step.store_tags[-1], blocks))
         # Members store in order.
-        while orders and directory.is_written(orders[0].page, orders[0].tag):
+        while orders and directory.entries.is_written(orders[0].page, orders[0].tag):
             orders.popleft()
         if not orders and not self._last:
             return
