@@ -49,7 +49,10 @@ away when it has only an eighth left, so that it can store at once when it leads
 _WANTED_BITS = 16
 
 _LOOKS = 8
-"""Pages that are looked at for the oldest one, and passes that sort those that others have used."""
+"""Pages that are looked at for one that nobody reads."""
+
+_SORTED_MAX = 4_096
+"""Pages that are looked at, 1 ms, for those that other ranks have not used since."""
 
 _PINS_MAX = 255
 
@@ -292,7 +295,7 @@ class HostDirectory:
             self._sort(pages, _LOOKS)
             for page, at_ms in islice(pages.items(), _LOOKS):
                 if not self.entries.is_pinned(page):
-                    return at_ms
+                    return max(at_ms, self.entries.used_ms(page))
         return int(1e3 * self._now_s)
 
     def _give(self, rank: int, wanted: int, oldest_ms: int) -> int:
@@ -306,7 +309,12 @@ class HostDirectory:
         self._sort(self._used, count + _LOOKS)
         least_ms = oldest_ms - int(1e3 * AGE_MARGIN_S)
         first = islice(self._used.items(), count + _TRIES)
-        old = [page for page, _ in takewhile(lambda item: item[1] < least_ms, first)]
+        used_ms = self.entries.used_ms
+        old = [
+            page
+            for page, _ in takewhile(lambda item: item[1] < least_ms, first)
+            if used_ms(page) < least_ms
+        ]
         pages += self._remove(self._used, old, count)
         words, memory = self._words, self._bytes
         for page in pages:
@@ -372,18 +380,20 @@ class HostDirectory:
         return taken
 
     def _sort(self, pages: OrderedDict[int, int], count: int) -> None:
-        """Move pages among the first ones to the end that other ranks have used since."""
+        """Move pages that other ranks have used since to the end, so that `count` others lead."""
         if pages is self._free:
             return
-        used_ms = self.entries.used_ms
-        for _ in range(_LOOKS):
-            first = list(islice(pages.items(), count))
-            later = [page for page, at_ms in first if used_ms(page) > at_ms]
-            if not later:
-                return
-            for page in later:
-                pages[page] = used_ms(page)
-                pages.move_to_end(page)
+        used_ms, later = self.entries.used_ms, []
+        for page, at_ms in islice(pages.items(), _SORTED_MAX):
+            if used_ms(page) > at_ms:
+                later.append(page)
+            else:
+                count -= 1
+                if count <= 0:
+                    break
+        for page in later:
+            pages[page] = used_ms(page)
+            pages.move_to_end(page)
 
     def _give_up_late(self, now_s: float) -> None:
         """Let pages go first that have been incomplete for too long."""

@@ -149,14 +149,14 @@ class HostTier:
                 lanes.store(stores, lambda: complete() if is_valid() else None)
             if step.frees_stores:
                 lanes.order_stores()
+                lanes.delay_loads()
             # Loads that nobody wants any more may still write to the blocks that this step loads.
             lanes.follow(step.awaits)
             if loads.pages:
                 lanes.load(loads)
             first = 0
             for number, count in step.ahead:
-                part = ahead.part(first, first + count)
-                lanes.load_ahead(number, part, waits=step.frees_stores)
+                lanes.load_ahead(number, ahead.part(first, first + count))
                 first += count
             self.loaded_bytes += self._bytes_of(loads) + self._bytes_of(ahead)
 

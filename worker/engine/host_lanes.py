@@ -53,7 +53,6 @@ class _Load:
     """A load ahead: what is not launched of it, and the last copies that are."""
 
     rest: PageCopies
-    waits: bool
     copying: Copying | None = None
 
     def is_over(self) -> bool:
@@ -80,8 +79,8 @@ class HostLanes:
         self._under_way: deque[tuple[Copying, int]] = deque()
         """Launched parts of them, and how many shares each has."""
         self._under_way_shares = 0
-        self._is_new = True
-        """Whether the group has loaded nothing ahead yet."""
+        self._loads_wait = True
+        """Whether the next load ahead waits for what the caller has launched."""
         self.late_blocks = 0
         """Blocks that were not stored because of the backlog."""
 
@@ -135,16 +134,23 @@ class HostLanes:
         """Load blocks before the step that is launched next."""
         self._loader.launch(copies).order()
 
-    def load_ahead(self, number: int, copies: PageCopies, *, waits: bool) -> None:
+    def load_ahead(self, number: int, copies: PageCopies) -> None:
         """Load blocks that no step reads before `follow` was called with this number.
 
         No step that is launched touches them: vLLM gives blocks back after the last step that may,
-        for connectors that write at once. `waits`: a store still reads them, and the caller's next
-        work waits for it. The first load of a group waits for what other groups have launched.
+        for connectors that write at once. The first load of a group waits for what other groups
+        have launched; see `delay_loads` for stores.
         """
-        self._loads[number] = load = _Load(copies, waits)
+        self._loads[number] = load = _Load(copies)
         self._waiting.append(load)
         self._launch()
+
+    def delay_loads(self) -> None:
+        """Let loads ahead that come now wait for what the caller's next work waits for.
+
+        A step that frees blocks of stores under way may leave some of them to loads of later steps.
+        """
+        self._loads_wait = True
 
     def _launch(self) -> None:
         """Launch loads ahead as far as the driver's queue has room."""
@@ -159,9 +165,10 @@ class HostLanes:
     def _launch_part(self, load: _Load, shares: int) -> None:
         part = load.rest.part(0, shares)
         load.rest = load.rest.part(shares, len(load.rest.pages))
-        waits = load.copying is None and (load.waits or self._is_new)
+        waits = load.copying is None and self._loads_wait
         load.copying = self._ahead_loader.launch(part, waits=waits)
-        self._is_new = False
+        if waits:
+            self._loads_wait = False  # Those after it follow it.
         self._under_way.append((load.copying, len(part.pages)))
         self._under_way_shares += len(part.pages)
 
@@ -203,7 +210,7 @@ class HostLanes:
         """Wait until nothing is copied: the rank leaves its group."""
         self._waiting.clear()
         self._loads.clear()
-        self._is_new = True
+        self._loads_wait = True
         _wait(lambda: not (self._has_stores() or self._under_way))
 
 

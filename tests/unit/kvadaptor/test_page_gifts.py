@@ -174,6 +174,24 @@ def test_a_block_that_another_rank_uses_is_not_given() -> None:
     own.remove_users([pages[1]])
 
 
+@pytest.mark.parametrize("wanted", [1, 32])
+def test_many_blocks_that_another_rank_uses_stay(wanted: int) -> None:
+    own, other = opened(HostLayout(2, 4_096, 64), 2)
+    keys = [number.to_bytes(32, "big") for number in range(1, 4_097)]
+    pages = other.allocate(keys, 1, 1.0)
+    other.entries.complete(pages, 0, other.entries.tags(pages))
+    other.settle()
+    own.give(100.0)
+    for page in pages[:3_000]:
+        own.add_user(page)
+    assert other._give(0, wanted, 100_000) == wanted
+    assert all(other.find(key) is not None for key in keys[:3_000])
+    # Its own blocks go in this order, too.
+    more = [number.to_bytes(32, "big") for number in range(5_000, 5_100)]
+    assert len(other.allocate(more, 1, 101.0)) == 100
+    assert all(other.find(key) is not None for key in keys[:3_000])
+
+
 def test_pages_of_a_reader_that_has_ended_keep_none_of_the_others() -> None:
     """Its pins stay until it is back; young blocks do not go in their place."""
     own, other = opened(SIXTEEN, 2)

@@ -117,7 +117,7 @@ def test_tokens_wait_for_few_stores_and_not_for_long(
 
 
 def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
-    made.lanes.load_ahead(7, of(1), waits=False)
+    made.lanes.load_ahead(7, of(1))
     assert not made.lanes.is_over(7)
     assert not made.lanes.is_over(8)
     made.loads.launched[0].over = True
@@ -133,8 +133,8 @@ def test_loads_ahead_are_launched_as_others_end(
     """A call of the driver would wait if its queue were full."""
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 4)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
-    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5), waits=False)
-    made.lanes.load_ahead(1, of(6), waits=False)
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
+    made.lanes.load_ahead(1, of(6))
 
     def launched() -> list[tuple[list[int], bool]]:
         return [(list(each.copies.pages), each.waits) for each in made.loads.launched]
@@ -161,14 +161,17 @@ def test_loads_ahead_wait_for_other_groups_and_for_stores(
         made.loads.launched.clear()
         return found
 
-    made.lanes.load_ahead(0, of(1, 2), waits=False)
+    made.lanes.load_ahead(0, of(1, 2))
     assert waits() == [True, False], "the first one waits"
-    made.lanes.load_ahead(1, of(3), waits=False)
-    made.lanes.load_ahead(2, of(4, 5), waits=True)
-    assert waits() == [False, True, False]
+    made.lanes.load_ahead(1, of(3))
+    assert waits() == [False]
+    made.lanes.delay_loads()
+    made.lanes.load_ahead(2, of(4, 5))
+    made.lanes.load_ahead(3, of(6))
+    assert waits() == [True, False, False], "the next one waits, whichever step brings it"
     made.lanes.stop()
-    made.lanes.load_ahead(3, of(6), waits=False)
-    made.lanes.load_ahead(4, of(7), waits=False)
+    made.lanes.load_ahead(3, of(6))
+    made.lanes.load_ahead(4, of(7))
     assert waits() == [True, False], "it leads or follows in another group"
 
 
@@ -177,13 +180,13 @@ def test_a_slower_member_launches_what_a_step_waits_for(
 ) -> None:
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
-    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5), waits=False)
+    made.lanes.load_ahead(0, of(1, 2, 3, 4, 5))
     made.lanes.follow([0])
     assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3, 4, 5]]
     assert made.log == ["order [3, 4, 5]"]
     for each in made.loads.launched:
         each.over = True
-    made.lanes.load_ahead(1, of(6), waits=False)
+    made.lanes.load_ahead(1, of(6))
     assert len(made.loads.launched) == 3
 
 
@@ -191,8 +194,8 @@ def test_later_work_waits_for_all_loads_ahead(made: Lanes, monkeypatch: pytest.M
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 2)
     monkeypatch.setattr(host_lanes, "LOADS_AT_ONCE", 2)
     made.lanes.order_loads()
-    made.lanes.load_ahead(0, of(1, 2, 3), waits=False)
-    made.lanes.load_ahead(1, of(4), waits=False)
+    made.lanes.load_ahead(0, of(1, 2, 3))
+    made.lanes.load_ahead(1, of(4))
     made.lanes.order_loads()
     assert [list(each.copies.pages) for each in made.loads.launched] == [[1, 2], [3], [4]]
     assert made.log == ["order [4]"]
@@ -205,7 +208,7 @@ def test_a_step_waits_for_its_own_loads(made: Lanes) -> None:
 
 def test_a_rank_leaves_when_nothing_is_copied(made: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     made.store(1)
-    made.lanes.load_ahead(0, of(2), waits=False)
+    made.lanes.load_ahead(0, of(2))
     flags = [*made.stores.launched, *made.loads.launched]
 
     def end_one(_: float) -> None:

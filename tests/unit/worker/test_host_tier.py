@@ -38,8 +38,10 @@ class Stream:
     """A copy engine that copies as soon as it may."""
 
     kv: dict[int, int]
+    waits: list[bool] = field(default_factory=list)
 
     def launch(self, copies: PageCopies, *, waits: bool = True) -> Copying:
+        self.waits.append(waits)
         self.kv |= dict(zip(copies.numbers, copies.pages, strict=True))
         return Copying()
 
@@ -51,8 +53,8 @@ class Member:
     kv: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own, ahead, stores = Stream(self.kv), Stream(self.kv), Stream({})
-        self.lanes = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
+        own, self.ahead, stores = Stream(self.kv), Stream(self.kv), Stream({})
+        self.lanes = HostLanes(own, self.ahead, stores, GEOMETRY.page_bytes)
         unused: Any = None
         self.tier = HostTier(unused, GEOMETRY, own, stores, self.lanes)
 
@@ -75,6 +77,17 @@ def test_a_step_loads_into_blocks_of_a_load_that_nobody_wants_any_more(member: M
     assert member.kv == {4: 1}, "the rest waits"
     member.run(load_blocks=[5], load_pages=[50], awaits=[0])
     assert member.kv == {4: 1, 5: 50, 6: 3}
+
+
+def test_a_load_waits_for_stores_whose_blocks_a_step_before_has_freed(member: Member) -> None:
+    """The leader forgets them with that step, and may give some of the blocks to a later load."""
+    member.lanes.load_ahead(0, PageCopies(GEOMETRY.slots(Split(1, 2)), 1, [1], [1]))
+    member.run(frees_stores=True)
+    member.run(awaits=[0], ahead=[(1, 1)], ahead_blocks=[11], ahead_pages=[2])
+    member.lanes._under_way.clear()
+    member.lanes._under_way_shares = 0
+    member.lanes.look()
+    assert member.ahead.waits == [True, True]
 
 
 def test_blocks_may_be_given_to_others_after_all_loads(member: Member) -> None:
