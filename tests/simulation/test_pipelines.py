@@ -12,6 +12,8 @@ from tests.simulation.world import FAILURES
 
 SEEDS = range(20)
 SEEDS_OF_PRECOPY = range(6)
+SEEDS_OF_LOSSES = (45,)
+"""Few worlds lose a pipeline group whose tasks find room elsewhere at once."""
 
 
 @functools.cache
@@ -48,6 +50,6 @@ def test_stages_compute_steps_at_once_and_tasks_move_to_them() -> None:
 
 
 def test_tasks_go_on_from_the_memory_of_lost_pipeline_groups_and_in_others() -> None:
-    runs = [run_of(seed) for seed in SEEDS]
+    runs = [run_of(seed) for seed in (*SEEDS, *SEEDS_OF_LOSSES)]
     assert sum(run.loaded_of_stages for run in runs) > 10
     assert sum(run.loaded_in_stages for run in runs) > 4
