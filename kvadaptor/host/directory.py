@@ -316,7 +316,6 @@ class HostDirectory:
             if used_ms(page) < least_ms
         ]
         pages += self._remove(self._used, old, count)
-        words, memory = self._words, self._bytes
         for page in pages:
             self.entries.clear(page)
             self._index.enter(page, None)
@@ -325,9 +324,8 @@ class HostDirectory:
         self.entries.end_changes(pages)
         with FENCE:
             for page in pages:
-                memory[self._owners_at + page] = rank + 1
-        with FENCE:
-            words[self.layout.count_word(self.rank)] += len(pages)
+                self._bytes[self._owners_at + page] = rank + 1
+        self._count_journal(len(pages))
         return len(pages)
 
     def _receive(self, page: int) -> None:
@@ -431,8 +429,12 @@ class HostDirectory:
         for first in range(0, len(pages), JOURNAL_AT_ONCE):
             part = pages[first : first + JOURNAL_AT_ONCE]
             self._write_journal(part)
-            with FENCE:
-                self._words[self.layout.count_word(self.rank)] += len(part)
+            self._count_journal(len(part))
+
+    def _count_journal(self, count: int) -> None:
+        """Let others read this many pages more."""
+        with FENCE:
+            self._words[self.layout.count_word(self.rank)] += count
 
     def _write_journal(self, pages: Sequence[int]) -> None:
         """Write these pages, at most `JOURNAL_AT_ONCE`, where others look once they are counted."""

@@ -208,7 +208,7 @@ def test_what_is_on_its_way_to_a_row_is_void_if_the_step_ends_its_task() -> None
 def test_rooms_of_the_runner_suffice_for_all_steps_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM writes what a step reads into as many rooms by turns; the device may be behind."""
+    """vLLM writes inputs of steps into rooms by turns; the device may still read earlier ones."""
     source = inspect.getsource(GPUModelRunner.__init__)
     assert "max_concurrent_batches" in source
     config = mode_config(base_config(), ModeKey(Mode.PP, 2, stages=2), LAYOUT.name)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def cell(
         limits={"host_kv_gib": 0.25, "pipelines": ["pp2"]},
     ) as running:
         yield running
+
+
+def cell_in(
+    folder: Path, limits: dict[str, Any], *engine_args: str
+) -> AbstractContextManager[BareCell]:
+    """A cell for one test."""
+    (folder / "cell").mkdir()
+    return bare_cell(
+        folder / "cell",
+        ranks=2,
+        model=model_of("four-layers", folder),
+        engine_args=[*CELL_ARGS, *engine_args],
+        limits=limits,
+    )
 
 
 def prompt(name: str, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -138,15 +153,7 @@ async def test_a_leader_stores_in_the_host_pages_of_all_members(
     tmp_path: Path, layout: str
 ) -> None:
     """Pages of prompts that fill more than the leader's part are all loaded again."""
-    folder = tmp_path / "cell"
-    folder.mkdir()
-    with bare_cell(
-        folder,
-        ranks=2,
-        model=model_of("four-layers", tmp_path),
-        engine_args=CELL_ARGS,
-        limits={"host_kv_gib": 0.03, "layout": layout},
-    ) as running:
+    with cell_in(tmp_path, {"host_kv_gib": 0.03, "layout": layout}) as running:
         client = TaskClient()
         async with client.connected(running):
             while not all(each.get("host_pages") for each in gauges(running)):
@@ -173,15 +180,9 @@ async def until_all(client: TaskClient, names: list[str], tokens: int) -> None:
 
 async def test_a_pipeline_group_loads_what_it_has_preempted(tmp_path: Path) -> None:
     """Its tasks need more pages than it has, and all of them fit host memory."""
-    folder = tmp_path / "cell"
-    folder.mkdir()
-    with bare_cell(
-        folder,
-        ranks=2,
-        model=model_of("four-layers", tmp_path),
-        engine_args=[*CELL_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
-        limits={"host_kv_gib": 0.25, "pipelines": ["pp2"]},
-    ) as running:
+    few_pages = "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)
+    limits = {"host_kv_gib": 0.25, "pipelines": ["pp2"]}
+    with cell_in(tmp_path, limits, *few_pages) as running:
         served: dict[str, list[list[int]]] = {}
         counts: dict[str, list[int]] = {}
         client = TaskClient()

@@ -124,7 +124,7 @@ def test_a_pinned_page_holds_its_block(seed: int, ranks: int, pages: int) -> Non
         if draw.random() < 0.02:
             cell.open_writes.clear()
             cell.now_s += WRITE_LIMIT_S + 1
-    # Whoever missed a gift has it once it reads what the others have written.
+    # A rank that missed a gift has it once it reads what the others have written.
     for own in cell.directories:
         own.refresh()
     assert {page for own in cell.directories for page in own._own} == set(range(cell.layout.pages))
