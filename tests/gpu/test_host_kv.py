@@ -18,7 +18,7 @@ from coordinator.protocol.host_memory import AUTO_SHARE, memory_bytes
 from tests.harness.cells import devices
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.gauges import settled_total, total
-from tests.harness.cells.lost_ranks import pids_of
+from tests.harness.cells.lost_ranks import pids_of, renew
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -141,6 +141,17 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
         else:
             # The process that counted before is gone.
             assert await total(cell, "host_hits", full) >= full
+
+
+async def test_a_renewed_cell_knows_the_prompts_of_the_former_one(cell: BareCell) -> None:
+    client = TaskClient()
+    async with client.connected(cell):
+        before = await one(client, "before", prompt("renewed"))
+        await asyncio.to_thread(renew, cell)
+        await until_ready(client)
+        after = await one(client, "after", prompt("renewed"))
+    assert after.cached_tokens == (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert after.tokens == before.tokens
 
 
 async def test_by_default_host_pages_take_a_tenth_of_the_memory(tmp_path: Path) -> None:
