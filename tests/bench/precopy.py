@@ -22,6 +22,8 @@ from tests.harness.cells.shared import PATIENCE
 
 ROUNDS = 6
 SWITCHES = ("tp2", "dp2", "tp2", "dp2")
+PARTS = ("decide_ms", "precopy_ms", "park_ms", "reshard_ms", "swap_ms", "first_step_ms")
+"""Of a switch, as its record has them."""
 ANSWER_TOKENS = 400
 CPU_LOADS = ((4, 60), (12, 600))
 """Streams, and tokens of each prompt."""
@@ -48,6 +50,8 @@ class Round:
     """The usual time between two tokens while KV is copied early; 0 if it took no time."""
     longest: tuple[float, ...]
     """The longest time between two tokens, of each stream at each switch."""
+    parts: tuple[float, ...]
+    """Medians of the parts of a switch."""
 
 
 async def round_of(
@@ -105,6 +109,7 @@ async def round_of(
         statistics.median(seen[epoch]["reshard_bytes"] for epoch in records),
         statistics.median(beside) * 1e3 if beside else 0.0,
         tuple(each * 1e3 for of_switch in longest for each in of_switch),
+        tuple(statistics.median(seen[epoch][part] or 0 for epoch in records) for part in PARTS),
     )
 
 
@@ -151,6 +156,8 @@ def line_of(rounds: list[Round]) -> str:
         name: statistics.median(getattr(each, name) for each in rounds)
         for name in ("step", "beside", "pause", "stall", "early_bytes", "late_bytes")
     }
+    parts = (statistics.median(each) for each in zip(*(r.parts for r in rounds), strict=True))
+    named = ", ".join(f"{name} {ms:.1f}" for name, ms in zip(PARTS, parts, strict=True))
     longest = sorted(gap for each in rounds for gap in each.longest)
     p50, p99 = longest[len(longest) // 2], longest[int(0.99 * (len(longest) - 1))]
     return (
@@ -158,7 +165,8 @@ def line_of(rounds: list[Round]) -> str:
         f"longest gap of a stream p50 {p50:.1f}, p99 {p99:.1f}, of all "
         f"{middle['pause']:.1f} ms = {statistics.median(in_steps):.2f} steps "
         f"({in_steps[0]:.2f} to {in_steps[-1]:.2f}), ranks stall {middle['stall']:.1f} ms, "
-        f"{middle['early_bytes'] / 1e6:.2f} MB early, {middle['late_bytes'] / 1e6:.2f} MB late"
+        f"{middle['early_bytes'] / 1e6:.2f} MB early, {middle['late_bytes'] / 1e6:.2f} MB late; "
+        f"{named}"
     )
 
 

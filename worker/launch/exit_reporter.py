@@ -2,7 +2,7 @@
 
 The launcher forks ranks repeatedly, so it must not have the threads of a gRPC client. It writes
 the status of its ranks into a pipe. This process holds the session and repeats the whole status in
-each new one.
+each new one. It also sees that a rank is about to end, long before the launcher learns of its end.
 """
 
 import asyncio
@@ -24,9 +24,13 @@ from coordinator.protocol.wire import (
     encode,
 )
 from worker.io.channel import open_channel
+from worker.launch.life_locks import LifeLocks
 
 RECONNECT_S = 0.2
 """Pause between two attempts to reach the coordinator."""
+
+LOOK_S = 0.01
+"""Pause between two looks at the locks that ranks hold while they live."""
 
 PIPE_BYTES = 65_536
 
@@ -40,6 +44,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """The newest process of each rank, running or not."""
     without_fault: tuple[Rank, ...] = ()
     """Ranks whose ended process ended on demand, or with a peer it cannot serve without."""
+    falling: tuple[Rank, ...] = ()
+    """Ranks whose newest process would do so if it ended now."""
 
 
 _decode_status = msgspec.json.Decoder(ProcessStatus).decode
@@ -92,37 +98,71 @@ Renew = Callable[[tuple[Rank, ...]], None]
 
 
 def run_exit_reporter(
-    target: str, token: str, reader: int, renew: Renew, tls: CellTls | None = None
+    target: str,
+    token: str,
+    reader: int,
+    renew: Renew,
+    lives: LifeLocks,
+    tls: CellTls | None = None,
 ) -> None:
     """Hold a session with the coordinator at `target` until the pipe ends."""
-    asyncio.run(_ExitReporter(target, token, reader, renew, tls).run())
+    asyncio.run(_ExitReporter(target, token, reader, renew, lives, tls).run())
 
 
 class _ExitReporter:
     def __init__(
-        self, target: str, token: str, reader: int, renew: Renew, tls: CellTls | None = None
+        self,
+        target: str,
+        token: str,
+        reader: int,
+        renew: Renew,
+        lives: LifeLocks,
+        tls: CellTls | None = None,
     ) -> None:
         self._target = target
         self._tls = tls
+        self._lives = lives
         self._token = token
         self._reader = reader
         self._rest = b""
         self._renew = renew
         self._status = ProcessStatus()
+        self._ending: dict[Rank, tuple[int, bool]] = {}
+        """The newest process of each rank that was seen to end, and whether without fault."""
         self._changed = asyncio.Event()
         self._closing = False
 
     async def run(self) -> None:
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
+        watch = asyncio.create_task(self._watch())
         while not self._closing:
             with suppress(grpc.aio.AioRpcError):
                 await self._one_session()
             if not self._closing:
                 await asyncio.sleep(RECONNECT_S)
+        watch.cancel()
+
+    async def _watch(self) -> None:
+        while not self._closing:
+            if any(self._lives.is_ending(rank) for rank, _ in self._status.newest):
+                # The launcher says whom it ends before it does.
+                self._read()
+                self._note_ending()
+            await asyncio.sleep(LOOK_S)
+
+    def _note_ending(self) -> None:
+        for rank, incarnation in self._status.newest:
+            seen = self._ending.get(rank, (-1, False))[0]
+            if incarnation > seen and self._lives.is_ending(rank):
+                self._ending[rank] = incarnation, rank in self._status.falling
+                self._changed.set()
 
     def _read(self) -> None:
-        data = os.read(self._reader, PIPE_BYTES)
+        try:
+            data = os.read(self._reader, PIPE_BYTES)
+        except BlockingIOError:
+            return
         if not data:
             self._closing = True
             asyncio.get_running_loop().remove_reader(self._reader)
@@ -148,5 +188,17 @@ class _ExitReporter:
     async def _statuses(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:
             self._changed.clear()
-            yield RanksEnded(PROTOCOL_VERSION, self._status.ended, self._status.without_fault)
+            yield self._report()
             await self._changed.wait()
+
+    def _report(self) -> RanksEnded:
+        """Return the newest process of each rank that has ended or is ending."""
+        ended, without_fault = dict(self._status.ended), set(self._status.without_fault)
+        for rank, (incarnation, is_without_fault) in self._ending.items():
+            if incarnation > ended.get(rank, -1):
+                ended[rank] = incarnation
+                without_fault.discard(rank)
+                without_fault |= {rank} if is_without_fault else set()
+        return RanksEnded(
+            PROTOCOL_VERSION, tuple(sorted(ended.items())), tuple(sorted(without_fault))
+        )

@@ -32,6 +32,7 @@ from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
 from worker.launch.exit_reporter import ExitPipe, OrderPipe, ProcessStatus, run_exit_reporter
 from worker.launch.heartbeat import Heartbeat
+from worker.launch.life_locks import LifeLocks
 from worker.launch.process import announce, build_engine, serve_rank
 from worker.launch.restarts import Restarts, split
 from worker.launch.watchdog import Progress
@@ -138,6 +139,7 @@ class Launcher:
         """The memory of the host pages, which outlives renewals."""
         self._cohort = 0
         """The number of that cohort."""
+        self._lives = LifeLocks(config.cell.ranks)
         self._pipe = ExitPipe()
         self._orders = OrderPipe()
         self._exit_reporter_pid = 0
@@ -194,15 +196,15 @@ class Launcher:
                 if memory is not None:
                     memory.close()
             tls = cell_tls_of(self._config.cell_tls)
-            run_exit_reporter(listen, token, self._pipe.reader, order, tls)
+            run_exit_reporter(listen, token, self._pipe.reader, order, self._lives, tls)
 
         self._exit_reporter_pid = _fork(run, lambda _: None)
         self._send_status()
 
     def _send_status(self) -> None:
-        restarts = self._restarts
+        now = self._restarts
         self._pipe.send(
-            ProcessStatus(restarts.ended(), restarts.newest(), restarts.without_fault())
+            ProcessStatus(now.ended(), now.newest(), now.without_fault(), now.falling())
         )
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
@@ -235,17 +237,20 @@ class Launcher:
         for each in (reader, reason_reader):
             os.set_blocking(each, False)
         heartbeat = Heartbeat()
+        self._lives.renew(rank)
 
         def is_ready() -> None:
             os.write(writer, READY)
 
         def run() -> None:
+            self._lives.hold(rank)
             self._pipe.close()
             self._orders.close()
             own = self._memory, together, self._host_memory, self._links
             spec = rank_spec(self._config, rank, cohort, *own)
             spec = replace(spec, host_kv_is_optional=self._is_host_kv_optional)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
+            self._lives.release(rank)
 
         def tell(reason: str) -> None:
             os.write(reason_writer, reason.encode()[:REASON_BYTES_MAX])
@@ -312,6 +317,7 @@ class Launcher:
             self._restarts.forgive()
         else:
             ranks = self._restarts.renew(ranks, time.monotonic())
+            self._send_status()
         self._end(ranks)
 
     def _stop(self) -> None:

@@ -94,8 +94,7 @@ class Restarts:
     def record_end(self, rank: Rank) -> None:
         """Record that the rank's process ended, without scheduling a restart."""
         self._ended[rank] = self._incarnations[rank]
-        fell = not self._running.issuperset(self._aligned(rank))
-        if fell or rank in self._renewed:
+        if rank in self.falling():
             self._without_fault.add(rank)
         else:
             self._without_fault.discard(rank)
@@ -181,6 +180,16 @@ class Restarts:
     def without_fault(self) -> tuple[Rank, ...]:
         """Return whose newest ended process ended on demand, or after a peer of its block."""
         return tuple(sorted(self._without_fault))
+
+    def falling(self) -> tuple[Rank, ...]:
+        """Return the running ranks that would end on demand, or after a peer of their block."""
+        return tuple(
+            sorted(
+                rank
+                for rank in self._running
+                if rank in self._renewed or not self._running.issuperset(self._aligned(rank))
+            )
+        )
 
     def ended(self) -> tuple[tuple[Rank, int], ...]:
         """Return the newest ended process of each rank, as (rank, incarnation)."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
 from worker.launch.exit_reporter import ExitPipe, ProcessStatus, _ExitReporter
+from worker.launch.life_locks import LifeLocks
 
 TOKEN = "a-token"
 LIMIT_S = 20
@@ -66,7 +68,7 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
 ) -> None:
     pipe, renewed = ExitPipe(), asyncio.Queue[tuple[Rank, ...]]()
     target = f"127.0.0.1:{coordinator.port}"
-    herald = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait)
+    herald = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait, LifeLocks(2))
     running = asyncio.create_task(herald.run())
     pipe.send(ProcessStatus(newest=NEWEST))
     while (await coordinator.next()).ended:
@@ -90,3 +92,67 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
     async with asyncio.timeout(LIMIT_S):
         await running
     os.close(pipe.reader)
+
+
+def child_holding(lives: LifeLocks, rank: Rank, *, releases: bool = False) -> int:
+    """Fork a process that holds the lock until it is ended, or releases it and ends."""
+    lives.renew(rank)
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        lives.hold(rank)
+        os.write(writer, b"h")
+        if releases:
+            lives.release(rank)
+            os._exit(0)
+        signal.pause()
+    assert os.read(reader, 1) == b"h"
+    os.close(reader)
+    os.close(writer)
+    return pid
+
+
+async def test_a_rank_whose_end_has_begun_is_reported_before_the_launcher_knows(
+    coordinator: Coordinator,
+) -> None:
+    lives, pipe = LifeLocks(2), ExitPipe()
+    pids = [child_holding(lives, rank) for rank in (Rank(0), Rank(1))]
+    target = f"127.0.0.1:{coordinator.port}"
+    running = asyncio.create_task(
+        _ExitReporter(target, TOKEN, pipe.reader, lambda _: None, lives).run()
+    )
+    pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST, (Rank(1),)))
+    while (said := await coordinator.next()).ended != ((1, 6),):
+        assert not said.ended
+    os.kill(pids[1], signal.SIGKILL)  # Nobody waits for it: it stays a zombie.
+    said = await coordinator.next()
+    assert said.ended == ((1, 7),)
+    assert said.without_fault == ()
+    pipe.send(ProcessStatus(((Rank(1), 7),), NEWEST, (), (Rank(0),)))
+    os.kill(pids[0], signal.SIGKILL)
+    while len((said := await coordinator.next()).ended) < 2:
+        pass
+    assert said.ended == ((0, 4), (1, 7))
+    assert said.without_fault == (0,), "the launcher had said that it ends it"
+    os.close(pipe.writer)
+    await coordinator.stop()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    os.close(pipe.reader)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def test_a_process_that_ends_as_asked_to_is_not_seen_to_end() -> None:
+    lives = LifeLocks(2)
+    os.waitpid(child_holding(lives, Rank(1), releases=True), 0)
+    assert not lives.is_ending(Rank(1))
+    killed = child_holding(lives, Rank(1))
+    assert not lives.is_ending(Rank(1))
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert lives.is_ending(Rank(1))
+    assert not lives.is_ending(Rank(0))
+    alive = child_holding(lives, Rank(1))
+    assert not lives.is_ending(Rank(1)), "the next process lives"
+    os.kill(alive, signal.SIGKILL)
+    os.waitpid(alive, 0)
