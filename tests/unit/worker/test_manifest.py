@@ -21,6 +21,7 @@ from tests.harness.worker.manifests import (
     target,
     tp,
 )
+from worker.rank.migration.early_copy import EarlyCopy, packed, unpacked
 from worker.rank.migration.lease_indices import renumbered
 from worker.rank.migration.manifest import (
     Ints,
@@ -330,3 +331,19 @@ def test_a_move_of_several_rounds_is_over_before_its_commit() -> None:
     move = plan(0, {rank: dp(rank, led[rank]) for rank in range(2)}, target((0, 1)))
     assert move.plan.rounds > 1
     assert not move.may_end_late
+
+
+def test_early_copies_travel_in_one_array() -> None:
+    copies = tuple(
+        EarlyCopy(
+            f"task-{number}", number % 2, 1, 0, 2, *(np.arange(number) + row for row in (0, 9, 7))
+        )
+        for number in range(1, 5)
+    )
+    found = unpacked(pickle.loads(pickle.dumps(packed(copies), protocol=5)))
+    assert [each.key for each in found] == [each.key for each in copies]
+    for each, copy in zip(found, copies, strict=True):
+        assert each.places.tolist() == copy.places.tolist()
+        assert each.blocks.tolist() == copy.blocks.tolist()
+        assert each.slots.tolist() == copy.slots.tolist()
+    assert unpacked(packed(())) == ()

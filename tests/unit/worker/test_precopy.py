@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from comm_pool.layout import Rank
@@ -129,6 +130,26 @@ def test_what_was_copied_early_is_not_copied_again() -> None:
         moved[is_early] = sum(each.reshard_bytes for some in times for each in some)
         check_streams(cell)
     assert 0 < moved[True] < moved[False]
+
+
+def test_a_task_is_listed_once_however_many_rounds_have_copied_of_it() -> None:
+    """What ranks list is read and planned from while all streams wait."""
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    first = {each.core._rank: copied_blocks(each) for each in cell.ranks}
+    cell.turn(20)
+    copy_early(cell, "tp2", 2)
+    grown = [each for each in cell.ranks if copied_blocks(each) > first[each.core._rank] > 0]
+    assert grown
+    for each in grown:
+        precopy = each.runtime.migration.precopy
+        held = precopy.held(precopy.epoch)
+        assert len({copy.task for copy in held}) == len(held)
+        for copy in held:
+            assert copy.places.size == copy.blocks.size == copy.slots.size
+            assert np.unique(copy.places).size == copy.places.size
+    finish_move(cell)
+    check_streams(cell)
 
 
 @pytest.mark.parametrize("carry", [Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE])

@@ -28,7 +28,7 @@ from kvadaptor.reshard.terms import (
     ReshardInput,
     ReshardPlan,
 )
-from worker.rank.migration.early_copy import EarlyCopy, true_blocks
+from worker.rank.migration.early_copy import EarlyCopy, Packed, packed, true_blocks, unpacked
 from worker.rank.migration.lease_indices import fresh_indices, renumbered
 from worker.rank.runtime_protocol import Runtime
 from worker.rank.task_state import CachedChain, RunningState
@@ -92,13 +92,16 @@ class Manifest:
     draft: int = 0
 
     def __reduce__(self) -> Any:
-        """Pack the blocks of all tasks into one array: 200 small ones cost 2 ms at each end."""
+        """Pack the blocks of all tasks into one array, and what was copied early into another.
+
+        200 small ones cost 2 ms at each end.
+        """
         bare = tuple(_without_blocks(each) for each in self.cargo)
         blocks = [each.state.blocks for each in self.cargo]
         sizes = [each.size for each in blocks]
         own = self.free, self.indices, self.num_pages
         rest = self.rank, self.ranks, self.formation, self.pages, self.slots, *own
-        more = self.chains, self.written, self.early, self.stages, self.draft
+        more = self.chains, self.written, packed(self.early), self.stages, self.draft
         return _unpacked, (rest, bare, joined(blocks), sizes, *more)
 
 
@@ -126,7 +129,7 @@ def _unpacked(
     sizes: Sequence[int],
     chains: tuple[CachedChain, ...],
     written: Ints,
-    early: tuple[EarlyCopy, ...],
+    early: Packed,
     stages: int,
     draft: int,
 ) -> Manifest:
@@ -135,7 +138,7 @@ def _unpacked(
         TaskSnapshot(*fields, RunningState(*head, own, *tail))
         for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
-    return Manifest(*rest, cargo, chains, written, early, stages, draft)
+    return Manifest(*rest, cargo, chains, written, unpacked(early), stages, draft)
 
 
 def nothing_of(manifest: Manifest) -> Manifest:
