@@ -78,12 +78,16 @@ class SlotTable:
         """Give up lease indices."""
         self._leased[indices] = False
 
-    def slots(self, blocks: list[int]) -> list[int]:
-        """Return where the engine has logical blocks; asserts that all are leased."""
+    def own_slots(self, blocks: list[int]) -> npt.NDArray[np.int32]:
+        """Return the slots of logical blocks, (n,); asserts that all are leased."""
         numbers = np.asarray(blocks, dtype=np.int64)
         leased = self._leased[numbers // self.slots_per_page]
         assert leased.all(), "a step uses a block that is not leased."
-        found = self._slots[numbers]
+        return self._slots[numbers]
+
+    def slots(self, blocks: list[int]) -> list[int]:
+        """Return where the engine has logical blocks; asserts that all are leased."""
+        found = self.own_slots(blocks)
         if self._of_engine is not None:
             found = self._of_engine[found]
         return found.tolist()  # type: ignore[no-any-return]

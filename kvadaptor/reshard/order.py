@@ -31,7 +31,10 @@ class UnitOrder:
 
     def fragments(self, place: int) -> slice | Ints:
         """Return the w fragments of each block that a member computes, in the order of a slot."""
-        share = self.split.share_of(place)
+        return self.fragments_of(self.split.share_of(place))
+
+    def fragments_of(self, share: int) -> slice | Ints:
+        """Return the w fragments of a share of each block, in the order of a slot."""
         if self.table is None:
             return slice(share * self.per_slot, (share + 1) * self.per_slot)
         fragments: Ints = self.table[share]

@@ -21,6 +21,7 @@ from kvadaptor.host.layout import HostLayout
 from kvadaptor.host.page_copies import PageCopier, PageCopies
 from kvadaptor.shares import Share, holder_of, pieces_of, share_of
 from kvadaptor.slot_table import SlotTable
+from tests.harness.worker.kv_copies import CopyKind, copies_of
 from worker.engine.lost_kv import LostKV
 from worker.engine.scheduling.block_copies import BlockCopies
 
@@ -131,11 +132,14 @@ def test_each_share_has_one_writer(sizes: PageGeometry, split: Split) -> None:
     sizes=st.sampled_from(GEOMETRIES),
     there=st.sampled_from(SPLITS),
     here=st.sampled_from(SPLITS),
+    kind=st.sampled_from(CopyKind),
     seed=st.integers(0, 2**20),
 )
 def test_blocks_of_a_lost_group_are_read_in_each_split(
-    sizes: PageGeometry, there: Split, here: Split, seed: int
+    sizes: PageGeometry, there: Split, here: Split, kind: CopyKind, seed: int
 ) -> None:
+    if any(sizes.slots(each).count < each.width for each in (there, here)):
+        kind = CopyKind.ARRAYS
     kv = {Rank(rank): memory_of(sizes) for rank in range(WORLD)}
     ranks = tuple(map(Rank, range(there.width)))
     key, slots = lease_key(ranks, there.pp), sizes.slots(there)
@@ -158,7 +162,9 @@ def test_blocks_of_a_lost_group_are_read_in_each_split(
         rank = Rank(place)
         own = {**kv, rank: kv[rank].copy() if rank in ranks else memory_of(sizes)}
         reader = Member(sizes, here, place, memory_of(sizes), seed + 99 - place)
-        lost = LostKV((directory,), sizes, Rank(WORLD), {**own, Rank(WORLD): reader.kv})
+        every = {**own, Rank(WORLD): reader.kv}
+        copies = copies_of(kind, sizes, Rank(WORLD), every)
+        lost = LostKV((directory,), Rank(WORLD), copies)
         step = BlockCopies(lost_blocks=into, lost_places=chosen[: len(into)])
         lost.loader(step, here, place, reader.table)()
         for block, source in zip(into, chosen, strict=False):

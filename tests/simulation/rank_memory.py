@@ -17,6 +17,7 @@ from tests.simulation.sim_engine import MAX_TASKS, STEP_TOKENS
 from tests.simulation.sim_kv import GEOMETRY, GEOMETRY_OF_STAGES, SimKV
 from tests.simulation.sim_queue import SharedQueue
 from worker.engine import lost_kv
+from worker.engine.lost_copies import ArrayPageCopies
 from worker.engine.lost_kv import LostKV
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RankMemory(FakeCell):
         geometry, splits = self.geometry, self._splits
         directories = lost_kv.open_directories(pieces, *of_cell, pages, geometry, splits)
         kv = KVOfRanks(self.memory, self.geometry.num_layers)
-        return LostKV(directories, self.geometry, rank, kv)
+        return LostKV(directories, rank, ArrayPageCopies(self.geometry, rank, kv))
 
     def join(self, rank: Rank) -> None:
         """Let a new process take the place of one that has ended; the others look on."""

@@ -13,17 +13,14 @@ from itertools import groupby
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from comm_pool.cpu.cell_memory import directory_name, kv_name
 from comm_pool.layout import Rank, lease_key
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.host.layout import HASH_BYTES
-from kvadaptor.shares import Numbers, Share, holder_of, numbers_of, pieces_of, share_of, units_of
 from kvadaptor.slot_table import SlotTable
-
-Bytes = npt.NDArray[np.uint8]
+from worker.engine.lost_copies import ArrayPageCopies, Bytes, LostPageCopies
 
 PLACES = 1 << 32
 """A place is the number of a directory, times this, plus a block."""
@@ -84,10 +81,8 @@ class LostKV:
     """The KV of lost groups as one rank reads it, and what it counts of it since it started."""
 
     directories: tuple[GroupDirectory, ...]
-    geometry: PageGeometry
     rank: Rank
-    kv: Mapping[Rank, Bytes]
-    """The KV memory of each rank, (layers, bytes of one layer); only its own is written."""
+    copies: LostPageCopies
     hit_tokens: int = 0
     """Tokens that tasks took from lost groups instead of computing them."""
     loaded_bytes: int = 0
@@ -155,43 +150,19 @@ class LostKV:
         self, step: LostCopies, split: Split, member: int, table: SlotTable | None
     ) -> Callable[[], None]:
         """Return a call that copies a step's blocks for a member; its slots are those of now."""
-        into = table.slots(step.lost_blocks) if table is not None else step.lost_blocks
+        blocks = step.lost_blocks
+        into = table.own_slots(blocks).tolist() if table is not None else blocks
         pairs = sorted(zip(step.lost_places, into, strict=True))
-        share = share_of(self.geometry, split, member)
 
         def load() -> None:
             for number, part in groupby(pairs, lambda pair: pair[0] // PLACES):
                 found = list(part)
-                blocks = np.array([place % PLACES for place, _ in found], dtype=np.int64)
+                theirs = np.array([place % PLACES for place, _ in found], dtype=np.int64)
                 own = np.array([each for _, each in found], dtype=np.int64)
-                self._copy(self.directories[number], blocks, own, share)
+                copied = self.copies.copy(self.directories[number], theirs, own, split, member)
+                self.loaded_bytes += copied
 
         return load
-
-    def _copy(
-        self, directory: GroupDirectory, blocks: Numbers, into: Numbers, share: Share
-    ) -> None:
-        """Copy a member's share of these blocks into its own, `into`; both are (n,)."""
-        shape, here = directory.shape, share.slots
-        there = self.geometry.slots(shape.split)
-        pieces = pieces_of(there, here, share.number)
-        unit_bytes = self.geometry.layer_page_bytes // pieces.columns
-        to = self.kv[self.rank].reshape(-1, unit_bytes)
-        for piece in pieces.pieces:
-            place = holder_of(there, shape.split.tp, piece.share)
-            rank = Rank(shape.ranks[place])
-            pages = self._pages_of(rank)
-            numbers = numbers_of(there, pages, directory.slots(place, blocks))
-            layers = range(piece.source_layer, piece.source_layer + pieces.layers)
-            at = units_of(there, pages, pieces.columns, numbers, layers, piece.source_column)
-            read = self.kv[rank].reshape(-1, unit_bytes)[at]
-            layers = range(piece.target_layer, piece.target_layer + pieces.layers)
-            own, column = self._pages_of(self.rank), piece.target_column
-            to[units_of(here, own, pieces.columns, into, layers, column)] = read
-            self.loaded_bytes += read.nbytes
-
-    def _pages_of(self, rank: Rank) -> int:
-        return int(self.kv[rank].shape[1]) // self.geometry.layer_page_bytes
 
     def totals(self) -> tuple[tuple[str, int], ...]:
         """Return what the rank has counted."""
@@ -245,10 +216,10 @@ def open_lost_kv(
     geometry: PageGeometry,
     own: Bytes,
 ) -> LostKV:
-    """Map the KV of all ranks of the cell; `own` is the rank's, (layers, bytes of one layer)."""
+    """Map the KV of all ranks of a CPU cell; `own` is the rank's, (layers, bytes of one layer)."""
     found = {rank: own}
     for each in map(Rank, range(world)):
         if each != rank:
             mapped = memory.map(kv_name(each), own.size, is_own=False)
             found[each] = np.frombuffer(mapped, np.uint8).reshape(len(own), -1)
-    return LostKV(directories, geometry, rank, found)
+    return LostKV(directories, rank, ArrayPageCopies(geometry, rank, found))

@@ -1,5 +1,6 @@
 """Blocks of a lost group in the layout of any other, and the entries that lead to them."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.slot_table import SlotTable
+from tests.harness.worker.kv_copies import CopyKind, copies_of
+from worker.engine.lost_copies import ArrayPageCopies
 from worker.engine.lost_kv import PLACES, LostBlocks, LostKV
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.block_entries import BlockEntries
@@ -69,16 +72,24 @@ class Cell:
         return np.array(rows, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("heads", [4, 2, 1])
-@pytest.mark.parametrize("there", [(0,), (0, 1), (0, 1, 2, 3)])
-@pytest.mark.parametrize("here", [1, 2, 4])
-def test_each_layout_reads_each_other_one(heads: int, there: tuple[int, ...], here: int) -> None:
+LAYOUTS = [
+    (kind, heads, tuple(range(there)), here)
+    for kind, heads, there, here in product(CopyKind, (4, 2, 1), (1, 2, 4), (1, 2, 4))
+    # No mover copies where members have the same heads as others.
+    if kind is CopyKind.ARRAYS or heads >= max(there, here)
+]
+
+
+@pytest.mark.parametrize(("kind", "heads", "there", "here"), LAYOUTS)
+def test_each_layout_reads_each_other_one(
+    kind: CopyKind, heads: int, there: tuple[int, ...], here: int
+) -> None:
     cell = Cell(heads)
     lost = cell.of_group(there)
     for member in range(here):
         rank = Rank(member)
         own = {**cell.kv, rank: np.zeros_like(cell.kv[rank])}
-        reader = LostKV((lost,), cell.geometry, rank, own)
+        reader = LostKV((lost,), rank, copies_of(kind, cell.geometry, rank, own))
         slots = cell.geometry.slots_per_page(here)
         table = SlotTable(PAGES, slots) if here > 1 else None
         if table is not None:
@@ -98,7 +109,7 @@ def test_each_layout_reads_each_other_one(heads: int, there: tuple[int, ...], he
 
 def reader_of(*directories: GroupDirectory, cell: Cell | None = None) -> LostKV:
     cell = cell or Cell(2)
-    return LostKV(directories, cell.geometry, Rank(3), cell.kv)
+    return LostKV(directories, Rank(3), ArrayPageCopies(cell.geometry, Rank(3), cell.kv))
 
 
 def test_only_groups_that_lack_a_member_are_read() -> None:
