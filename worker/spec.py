@@ -48,8 +48,8 @@ class RankSpec:
     """Its size."""
     host_kv_is_optional: bool = False
     """Whether the rank serves without host pages if it cannot open them: nobody asked for them."""
-    host_ranks: int = 1
-    """The ranks of the cell, which each have a part of the host pages."""
+    cell_ranks: int = 1
+    """The ranks of the cell."""
     exchange_parts: tuple[int, ...] = (1,)
     """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
@@ -137,7 +137,7 @@ def rank_spec(
         links=links,
         host_memory=host_memory,
         host_kv_bytes=host_kv_bytes(config.cell),
-        host_ranks=config.cell.ranks,
+        cell_ranks=config.cell.ranks,
         exchange_parts=config.cell.exchange_parts,
         parts=config.cell.weight_parts,
         borrow=config.cell.borrow if config.borrows else "none",

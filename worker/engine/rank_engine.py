@@ -308,7 +308,7 @@ class RankEngine:
             )
         mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
         is_optional = spec.host_kv_is_optional
-        tier = open_tier(mapped, spec.host_ranks, spec.rank, self.kv, is_optional=is_optional)
+        tier = open_tier(mapped, spec.cell_ranks, spec.rank, self.kv, is_optional=is_optional)
         if tier is None:
             return None
         tier.validity = self.communicators.validity
