@@ -2,8 +2,10 @@
 
 from functools import partial
 
+from comm_pool.cpu.cell_memory import host_kv_name
 from kvadaptor.host.layout import SHARES_MAX
-from worker.engine.host_kv import HostTier
+from kvadaptor.views import KVBuffer
+from worker.engine.host_kv import HostTier, open_tier
 from worker.engine.lost_kv import LostBlocks
 from worker.engine.mode import PreparedMode
 from worker.engine.scheduling.ahead_loads import AheadLoads
@@ -11,6 +13,25 @@ from worker.engine.scheduling.block_copies import BlockSource
 from worker.engine.scheduling.connector import OFFER_S, BlockConnector
 from worker.engine.scheduling.host_blocks import HostBlocks, StoreRules
 from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.engine.weights.layers import ViewError
+from worker.spec import RankSpec
+
+
+def open_host_pages(spec: RankSpec, kv: KVBuffer, *, hashes: bool) -> HostTier | None:
+    """Open the cell's host pages for a rank; None if there are none, or they cannot be opened.
+
+    Raises `ViewError` if blocks have no `hashes`.
+    """
+    if spec.host_memory is None:
+        return None
+    if not hashes:
+        raise ViewError(
+            "host KV pages are found by the hashes of the prefix cache, which is off: leave "
+            "out --no-enable-prefix-caching, or --host-kv."
+        )
+    mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
+    is_optional = spec.host_kv_is_optional
+    return open_tier(mapped, spec.cell_ranks, spec.rank, kv, is_optional=is_optional)
 
 
 def connect_sources(scheduler: ModeScheduler, mode: PreparedMode) -> None:

@@ -20,7 +20,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.structured_output import StructuredOutputManager
 
-from comm_pool.cpu.cell_memory import host_kv_name
 from comm_pool.layout import Mode, Rank, StepMode, lease_key
 from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.pages import PagePool
@@ -28,7 +27,7 @@ from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
-from worker.engine.block_sources import connect_sources
+from worker.engine.block_sources import connect_sources, open_host_pages
 from worker.engine.calibrate import measure_steps, settle_parts
 from worker.engine.codec import RequestCodec
 from worker.engine.config import ModeKey, mode_config
@@ -41,7 +40,7 @@ from worker.engine.device import (
     prepare_process,
     used_bytes,
 )
-from worker.engine.host_kv import HostTier, open_tier
+from worker.engine.host_kv import HostTier
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
@@ -297,25 +296,6 @@ class RankEngine:
             connect_sources(scheduler, mode)
         return mode
 
-    def _open_host_pages(self, *, hashes: bool) -> HostTier | None:
-        spec = self.spec
-        if spec.host_memory is None:
-            return None
-        if not hashes:
-            raise ViewError(
-                "host KV pages are found by the hashes of the prefix cache, which is off: leave "
-                "out --no-enable-prefix-caching, or --host-kv."
-            )
-        mapped = spec.host_memory.map(host_kv_name(), spec.host_kv_bytes)
-        is_optional = spec.host_kv_is_optional
-        tier = open_tier(mapped, spec.cell_ranks, spec.rank, self.kv, is_optional=is_optional)
-        if tier is None:
-            return None
-        tier.validity = self.communicators.validity
-        if tier.lanes is not None:
-            self.mover = AfterStores(self.mover, tier.lanes.order_stores)
-        return tier
-
     def _open_sources(self, *, hashes: bool) -> tuple[HostTier | None, LostKV | None]:
         """Open what tasks load blocks from: host pages, and the memory of lost groups."""
         spec, lost = self.spec, None
@@ -323,7 +303,12 @@ class RankEngine:
             geometry, directories = self.kv.geometry, self._directories
             own = self.kv.raw.view(-1).numpy().view("u1").reshape(geometry.num_layers, -1)
             lost = open_lost_kv(spec.memory, spec.rank, spec.world, directories, geometry, own)
-        return self._open_host_pages(hashes=hashes), lost
+        host = open_host_pages(spec, self.kv, hashes=hashes)
+        if host is not None:
+            host.validity = self.communicators.validity
+            if host.lanes is not None:
+                self.mover = AfterStores(self.mover, host.lanes.order_stores)
+        return host, lost
 
     def distrust(self) -> None:
         """Let nobody continue tasks from this rank's KV after an error that it does not know."""
