@@ -12,6 +12,7 @@ from coordinator.protocol.config import CellConfig, Config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.floor import floor_goal_s
 from worker.cohort import Cohort
+from worker.memories import Memories
 
 HOST_ALIGNMENT_BYTES = 1 << 20
 
@@ -103,16 +104,10 @@ def rank_spec(
     config: Config,
     rank: Rank,
     cohort: Cohort,
-    memory: CellMemory | None,
+    memories: Memories,
     together: Mapping[Rank, int] | None = None,
-    host_memory: CellMemory | None = None,
-    links: CellMemory | None = None,
 ) -> RankSpec:
-    """Return the spec of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
-
-    `together` gives the incarnations of the cohort, `host_memory` that of the cell's host pages,
-    `links` that of its pipeline groups, which CUDA ranks need.
-    """
+    """Return the spec of one rank of a cohort; `together` gives the incarnations of the cohort."""
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
         threads = 1  # As in vLLM's workers: small CPU operations are slower on more threads.
@@ -133,9 +128,9 @@ def rank_spec(
         threads=threads,
         cohort=cohort.number,
         together=together or {},
-        memory=memory,
-        links=links,
-        host_memory=host_memory,
+        memory=memories.cell,
+        links=memories.links,
+        host_memory=memories.host,
         host_kv_bytes=host_kv_bytes(config.cell),
         cell_ranks=config.cell.ranks,
         exchange_parts=config.cell.exchange_parts,

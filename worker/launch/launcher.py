@@ -20,7 +20,6 @@ from dataclasses import replace
 
 import structlog
 
-from comm_pool.cpu.cell_memory import CellMemory, cell_memory, host_kv_name, link_names
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.cell_tls import cell_tls_of
@@ -36,6 +35,7 @@ from worker.launch.life_locks import LifeLocks
 from worker.launch.process import announce, build_engine, serve_rank
 from worker.launch.restarts import Restarts, split
 from worker.launch.watchdog import Progress
+from worker.memories import Memories
 from worker.spec import everyone, rank_spec
 
 log = structlog.get_logger()
@@ -131,12 +131,7 @@ class Launcher:
             # from: what they mapped of a process ends with it. In shared memory it joins them.
             block=1 if self._shares_memory else config.copy_width,
         )
-        self._memory: CellMemory | None = None
-        """The shared memory of the last cohort of all ranks."""
-        self._links: CellMemory | None = None
-        """The memory between the stages of pipeline groups of CUDA ranks that started last."""
-        self._host_memory: CellMemory | None = None
-        """The memory of the host pages, which outlives renewals."""
+        self._memories = Memories()
         self._cohort = 0
         """The number of that cohort."""
         self._lives = LifeLocks(config.cell.ranks)
@@ -171,7 +166,7 @@ class Launcher:
             gib = float(cell.host_kv_gib)
             log.info("host_kv_sized", gib=round(gib, 1), has_prefix_cache=has_hashes)
         if cell.host_kv_gib:
-            self._host_memory = CellMemory((host_kv_name(),))
+            self._memories.make_host_pages()
         self._start(base, everyone(self._config), cell.dist_port)
         failed = self._keep_up(base)
         os.kill(self._exit_reporter_pid, signal.SIGKILL)
@@ -192,9 +187,7 @@ class Launcher:
 
         def run() -> None:
             os.close(self._pipe.writer)
-            for memory in (self._memory, self._links, self._host_memory):
-                if memory is not None:
-                    memory.close()
+            self._memories.close()
             tls = cell_tls_of(self._config.cell_tls)
             run_exit_reporter(listen, token, self._pipe.reader, order, self._lives, tls)
 
@@ -211,22 +204,13 @@ class Launcher:
         joins = self._shares_memory and len(ranks) < self._config.cell.ranks
         if not joins:
             self._cohort = time.time_ns()
-            self._renew_memory()
+            self._memories.renew(self._config)
         cohort = Cohort(self._cohort, ranks, port, joins)
         wall_s = int(time.time())
         together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
         for rank in ranks:
             self._start_rank(base, rank, cohort, together)
         self._send_status()
-
-    def _renew_memory(self) -> None:
-        for memory in (self._memory, self._links):
-            if memory is not None:
-                memory.close()
-        if self._shares_memory:
-            self._memory = memory_of(self._config)
-        else:
-            self._links = links_of(self._config)
 
     def _start_rank(
         self, base: EngineConfig, rank: Rank, cohort: Cohort, together: Mapping[Rank, int]
@@ -246,8 +230,7 @@ class Launcher:
             self._lives.hold(rank)
             self._pipe.close()
             self._orders.close()
-            own = self._memory, together, self._host_memory, self._links
-            spec = rank_spec(self._config, rank, cohort, *own)
+            spec = rank_spec(self._config, rank, cohort, self._memories, together)
             spec = replace(spec, host_kv_is_optional=self._is_host_kv_optional)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
             self._lives.release(rank)
@@ -415,29 +398,17 @@ def _next_ended() -> tuple[int, int] | None:
     return None
 
 
-def memory_of(config: Config) -> CellMemory:
-    """Make the memory that the ranks of a cell share; call it before they are forked."""
-    cell, pipelines = config.cell, config.pipeline_groups()
-    return cell_memory(cell.ranks, cell.widths, config.mixed_groups(), pipelines)
-
-
-def links_of(config: Config) -> CellMemory:
-    """Make the memory between pipeline stages of CUDA ranks; call it before they are forked."""
-    cell = config.cell
-    return CellMemory(link_names(cell.ranks, cell.widths, config.pipeline_groups()))
-
-
 def probe(config: Config) -> int:
     """Build all ranks' engines, print the memory that each uses, and end; for `aileron doctor`."""
     base = replica_config(config)
     prepare_launcher(base)
     ranks = everyone(config)
     cohort = Cohort(0, ranks, config.cell.dist_port)
-    is_cpu = config.cell.device == "cpu"
-    memory, links = (memory_of(config), None) if is_cpu else (None, links_of(config))
+    memories = Memories()
+    memories.renew(config)
 
     def run(rank: Rank) -> None:
-        engine = build_engine(base, rank_spec(config, rank, cohort, memory, links=links))
+        engine = build_engine(base, rank_spec(config, rank, cohort, memories))
         announce(
             "rank_probed",
             rank=rank,

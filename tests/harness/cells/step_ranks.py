@@ -37,7 +37,8 @@ from tests.harness.cells.servers import free_port
 from tests.harness.cells.warm import run_module
 from tests.harness.vllm.engine_request import encoded_request
 from tests.harness.vllm.reshard_cases import vllm_settings
-from worker.launch.launcher import fork_rank, memory_of
+from worker.launch.launcher import fork_rank
+from worker.memories import Memories, memory_of
 
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
@@ -144,7 +145,7 @@ def serve(
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port, joins)
-    own, whole = rank_spec(config, rank, cohort, memory), spec.get("whole_layers", 0)
+    own, whole = rank_spec(config, rank, cohort, Memories(memory)), spec.get("whole_layers", 0)
     own = replace(own, whole_layers=whole[rank] if isinstance(whole, list) else whole)
     if spec.get("poison"):
         poisoned_ring.install()

@@ -23,7 +23,7 @@ from worker.cohort import Cohort
 from worker.engine import rank_engine
 from worker.engine.config import replica_config
 from worker.engine.rank_engine import RankEngine
-from worker.launch.launcher import memory_of
+from worker.memories import Memories, memory_of
 from worker.spec import everyone, rank_spec
 
 PAGES = 33
@@ -64,7 +64,7 @@ def real_engine(folder: Path) -> Iterator[RankEngine]:
     """Build the engine; the process is as before once the block is left."""
     threads, config = torch.get_num_threads(), _config(folder)
     base, memory = replica_config(config), memory_of(config)
-    spec = rank_spec(config, Rank(0), Cohort(1, everyone(config), 0), memory)
+    spec = rank_spec(config, Rank(0), Cohort(1, everyone(config), 0), Memories(memory))
     with (
         mock.patch.dict(os.environ),
         mock.patch.object(rank_engine, "CommunicatorPool", RehearsingPool),

@@ -6,6 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from worker import spec as module
 from worker.cohort import Cohort
+from worker.memories import Memories
 from worker.spec import RankSpec, communicator_widths, everyone, modes_widths, rank_spec
 
 
@@ -20,13 +21,13 @@ def test_ranks_share_the_usable_cores(
     cell = {"ranks": 2, "device": device, "threads_per_rank": given}
     config = Config.model_validate({"model": {"path": "m"}, "cell": cell})
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
-    assert rank_spec(config, Rank(0), cohort, None).threads == threads
+    assert rank_spec(config, Rank(0), cohort, Memories()).threads == threads
 
 
 def spec_of(**cell: object) -> RankSpec:
     settings = {"ranks": 4, "widths": [1, 2, 4], "layout": "tp4", **cell}
     config = Config.model_validate({"model": {"path": "m"}, "cell": settings})
-    return rank_spec(config, Rank(0), Cohort(0, everyone(config), 0), None)
+    return rank_spec(config, Rank(0), Cohort(0, everyone(config), 0), Memories())
 
 
 def test_ranks_that_borrow_serve_alone_and_in_the_widest_groups() -> None:
@@ -55,5 +56,5 @@ def test_ranks_may_hold_different_numbers_of_whole_layers() -> None:
         {"model": {"path": "m"}, "cell": {**settings, "whole_layers": [5, 0, 3, 0]}}
     )
     cohort = Cohort(0, everyone(config), 0)
-    found = [rank_spec(config, rank, cohort, None).whole_layers for rank in everyone(config)]
+    found = [rank_spec(config, rank, cohort, Memories()).whole_layers for rank in everyone(config)]
     assert found == [5, 0, 3, 0]
