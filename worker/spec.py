@@ -6,6 +6,7 @@ from typing import Literal
 
 from comm_pool import loans
 from comm_pool.cpu.cell_memory import CellMemory
+from comm_pool.cuda.lasting_memory import LastingMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, Staged
 from coordinator.protocol.config import CellConfig, Config
@@ -43,6 +44,8 @@ class RankSpec:
     """The memory that all ranks of the cell share; on CPU."""
     links: CellMemory | None = None
     """The memory between the stages of pipeline groups where `memory` has none; on CUDA."""
+    lasting: LastingMemory | None = None
+    """What outlives the ranks; on CUDA, if a lost rank's peers can use it."""
     host_memory: CellMemory | None = None
     """The memory of the host pages, named `host_kv_name()`; None if there are none."""
     host_kv_bytes: int = 0
@@ -130,6 +133,7 @@ def rank_spec(
         together=together or {},
         memory=memories.cell,
         links=memories.links,
+        lasting=memories.lasting,
         host_memory=memories.host,
         host_kv_bytes=host_kv_bytes(config.cell),
         cell_ranks=config.cell.ranks,

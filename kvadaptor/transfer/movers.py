@@ -20,7 +20,7 @@ from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.grid import NOTHING, Grid, grid_of, own_part, stats_of
 from kvadaptor.transfer.host_mover import connect
 from kvadaptor.transfer.move_stats import MoveStats
-from kvadaptor.transfer.peers import map_peers
+from kvadaptor.transfer.peers import PeerMap, map_peers
 from kvadaptor.transfer.rounds import Finish, MoveError, Mover, Round, Units
 from kvadaptor.transfer.unit_copy import Copier, make_copier
 
@@ -35,19 +35,20 @@ def make_mover(
     cpu_group: Any,
     device_group: Any,
     peer_access: bool = True,
+    map_all: Callable[[torch.Tensor, Any], PeerMap] = map_peers,
 ) -> tuple[Mover, str | None]:
     """Return the fastest mover that works, and why it is no `PeerMover`, if so; collective.
 
     Both groups have the same ranks in the same order: `cpu_group` of Gloo, `device_group` of NCCL
     on CUDA and of Gloo on CPU. All ranks get the same kind and the same reason. Without
-    `peer_access` no rank maps the memory of another's device.
+    `peer_access` no rank maps the memory of another's device, with it `map_all` does.
     """
     rank, world = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
     refusal: str | None = "cell.peer_access is off"
     if world == 1:
         return PeerMover(rank, {rank: raw}, geometry), None
     if peer_access:
-        mapped = map_peers(raw, cpu_group)
+        mapped = map_all(raw, cpu_group)
         if mapped.refusal is None:
             return PeerMover(rank, mapped.memory, geometry), None
         refusal = mapped.refusal

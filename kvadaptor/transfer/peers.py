@@ -156,7 +156,7 @@ def open_peer(handle: Handle, device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         address = _open_address(handle.ipc) + handle.offset
-    return _tensor_at(address, handle.num_bytes, device)
+    return tensor_at(address, handle.num_bytes, device)
 
 
 def _open_file(handle: CpuHandle) -> torch.Tensor:
@@ -237,7 +237,7 @@ def _check_reach(handle: CudaHandle, device: torch.device) -> None:
             )
 
 
-def _tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return a tensor over memory outside of torch; it stays mapped until the process ends."""
     # Not through __cuda_array_interface__: torch might copy the memory to another device.
     storage = torch._C._construct_storage_from_data_pointer(  # noqa: SLF001 -- no public way

@@ -5,13 +5,14 @@ prints what is measured.
 """
 
 import asyncio
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.gpu_shapes import write_shape
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.gauges import settled_total, total
 from tests.harness.cells.lost_ranks import begun, kill, pids_of, tell_pauses
@@ -22,6 +23,26 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
 STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 2_000, 600
 BLOCK_TOKENS = 16
 HOST_GIB = 40.0
@@ -30,6 +51,14 @@ ENGINE = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096"),
     *("--max-num-seqs", "128", "--kv-cache-memory-bytes", str(26 << 30)),
 )
+
+
+def write_model(folder: Path, **changes: int) -> Path:
+    """Write the shape of a model of 8B, or one with these changes."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | changes))
+    return model
 
 
 def submit_all(client: TaskClient, tag: str) -> list[str]:
@@ -72,7 +101,7 @@ async def test_host_pages_have_what_a_lost_device_had(tmp_path: Path) -> None:
         tmp_path,
         ranks=2,
         engine_args=list(ENGINE),
-        model=write_shape("llama-3-8b", tmp_path),
+        model=write_model(tmp_path),
         device="cuda",
         limits={"host_kv_gib": HOST_GIB},
     ) as cell:

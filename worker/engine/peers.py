@@ -21,6 +21,7 @@ from kvadaptor.geometry import Split
 from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
+from kvadaptor.transfer.peers import PeerMap, map_peers
 from kvadaptor.transfer.rounds import Finish, Mover, Round
 from kvadaptor.views import KVBuffer
 
@@ -85,7 +86,13 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
 
 
 def open_peers(
-    rank: Rank, first: Rank, world: int, kv: KVBuffer, *, peer_access: bool = True
+    rank: Rank,
+    first: Rank,
+    world: int,
+    kv: KVBuffer,
+    *,
+    peer_access: bool = True,
+    map_all: Callable[[torch.Tensor, Any], PeerMap] = map_peers,
 ) -> Peers:
     """Open the mailboxes and KV of the `world` ranks from `first` on, which started together.
 
@@ -100,6 +107,7 @@ def open_peers(
         cpu_group=of_world.cpu_group,
         device_group=of_world.device_group,
         peer_access=peer_access,
+        map_all=map_all,
     )
     if refusal is not None:
         log.warning(

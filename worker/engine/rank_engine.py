@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.structured_output import StructuredOutputManager
@@ -25,6 +26,7 @@ from comm_pool.pool import Communicator, CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.slot_table import SlotTable
 from kvadaptor.transfer.mailbox import RankMailbox
+from kvadaptor.transfer.peers import map_peers
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.engine.block_sources import connect_sources, open_host_pages
@@ -41,6 +43,7 @@ from worker.engine.device import (
     used_bytes,
 )
 from worker.engine.host_kv import HostTier
+from worker.engine.lasting_kv import lasting_bytes, lasting_kv
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
 from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
@@ -195,7 +198,9 @@ class RankEngine:
         with set_current_vllm_config(config):
             specs = whole_specs(runner.get_kv_cache_spec(), config)
         reserved = self._reserved_bytes(configs, runners, progress)
-        budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
+        budget = lasting_bytes(self.spec.lasting, self.spec.rank)
+        if budget is None:
+            budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
@@ -208,8 +213,10 @@ class RankEngine:
                 f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
             )
         memory = self.spec.memory
+        self._lasting = lasting_kv(self.spec, geometry, self.device)
         if memory is None:
-            return KVBuffer(specs, pages, self.device, None)
+            take = self._lasting.take if self._lasting is not None else None
+            return KVBuffer(specs, pages, self.device, take)
         # The predecessor's KV can be read until then.
         of_cell, splits = (self.spec.rank, self.spec.world), {key.split for key in self.keys}
         self._directories = open_directories(memory, *of_cell, pages, geometry, splits)
@@ -221,9 +228,9 @@ class RankEngine:
         if spec.memory is not None:
             mailboxes, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
         else:
-            mailboxes, mover = open_peers(
-                spec.rank, spec.first, spec.world, self.kv, peer_access=spec.peer_access
-            )
+            map_all = self._lasting.map_all if self._lasting is not None else map_peers
+            of_cohort = spec.rank, spec.first, spec.world, self.kv
+            mailboxes, mover = open_peers(*of_cohort, peer_access=spec.peer_access, map_all=map_all)
         for width in spec.widths:
             if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not migrate.
                 mover.warm(width)
@@ -303,6 +310,8 @@ class RankEngine:
             geometry, directories = self.kv.geometry, self._directories
             own = self.kv.raw.view(-1).numpy().view("u1").reshape(geometry.num_layers, -1)
             lost = open_lost_kv(spec.memory, spec.rank, spec.world, directories, geometry, own)
+        elif hashes and self._lasting is not None:
+            lost = self._lasting.open_lost(get_world_group().cpu_group)
         host = open_host_pages(spec, self.kv, hashes=hashes)
         if host is not None:
             host.validity = self.communicators.validity

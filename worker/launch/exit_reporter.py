@@ -153,8 +153,8 @@ class _ExitReporter:
 
     def _note_ending(self) -> None:
         for rank, incarnation in self._status.newest:
-            seen = self._ending.get(rank, (-1, False))[0]
-            if incarnation > seen and self._lives.is_ending(rank):
+            known = self._ending.get(rank, (-1, False))[0]
+            if incarnation > known and self._lives.is_ending(rank):
                 self._ending[rank] = incarnation, rank in self._status.falling
                 self._changed.set()
 

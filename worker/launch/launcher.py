@@ -204,7 +204,7 @@ class Launcher:
         joins = self._shares_memory and len(ranks) < self._config.cell.ranks
         if not joins:
             self._cohort = time.time_ns()
-            self._memories.renew(self._config)
+            self._memories.renew(self._config, ranks)
         cohort = Cohort(self._cohort, ranks, port, joins)
         wall_s = int(time.time())
         together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
@@ -405,7 +405,7 @@ def probe(config: Config) -> int:
     ranks = everyone(config)
     cohort = Cohort(0, ranks, config.cell.dist_port)
     memories = Memories()
-    memories.renew(config)
+    memories.renew(config, ())
 
     def run(rank: Rank) -> None:
         engine = build_engine(base, rank_spec(config, rank, cohort, memories))

@@ -193,5 +193,5 @@ def test_the_driver_s_refusals_are_explained(
 
 def test_memory_that_is_not_torch_s_becomes_a_tensor() -> None:
     own = torch.arange(64, dtype=torch.int8)
-    view = peers._tensor_at(own.data_ptr() + 8, 56, CPU)
+    view = peers.tensor_at(own.data_ptr() + 8, 56, CPU)
     assert torch.equal(view, own[8:])

@@ -92,7 +92,7 @@ class Manifest:
     draft: int = 0
 
     def __reduce__(self) -> Any:
-        """Pack the blocks of all tasks into one array, and what was copied early into another.
+        """Pack the blocks of all tasks into one array, and those of early copies into another.
 
         200 small ones cost 2 ms at each end.
         """
