@@ -88,16 +88,19 @@ def step(scheduler: ModeScheduler, token: int = 7) -> dict[str, int]:
     return finish(scheduler, scheduler.plan_step(lambda: None), token)
 
 
-def finish(scheduler: ModeScheduler, plan: StepPlan, token: int = 7) -> dict[str, int]:
-    """Let a step that is under way end."""
+def sampling(scheduler: ModeScheduler, plan: StepPlan) -> set[str]:
+    """The tasks that get a token from the step that was planned last."""
+    tasks = ((name, scheduler.requests.get(name)) for name in plan.output.num_scheduled_tokens)
+    return {name for name, each in tasks if each and each.num_computed_tokens >= each.num_tokens}
+
+
+def finish(
+    scheduler: ModeScheduler, plan: StepPlan, token: int = 7, samples: set[str] | None = None
+) -> dict[str, int]:
+    """Let a step that is under way end; without `samples` it was planned last."""
     names = list(plan.output.num_scheduled_tokens)
-    sampled = [
-        [token]
-        if each in scheduler.requests
-        and scheduler.requests[each].num_computed_tokens >= scheduler.requests[each].num_tokens
-        else []
-        for each in names
-    ]
+    samples = sampling(scheduler, plan) if samples is None else samples
+    sampled = [[token] if each in samples else [] for each in names]
     result = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: number for number, name in enumerate(names)},

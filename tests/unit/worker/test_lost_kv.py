@@ -227,3 +227,30 @@ def test_a_step_that_does_not_count_enters_nothing(end: str) -> None:
         entries.forget_steps()
     entries.step_is_over(step, is_void=end == "void")
     assert lost.entries() == ([], [])
+
+
+def test_a_block_that_an_earlier_step_fills_does_not_wait_for_a_later_one() -> None:
+    """As in vLLM's asynchronous scheduler, which gives it its hash late."""
+    lost = Cell(2).of_group((0, 1))
+    entries = BlockEntries(lost)
+    first, second = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    entries.step_is_planned(first)
+    entries.add(2, key_of(2), is_filled=True)
+    entries.add(3, key_of(3))
+    entries.step_is_planned(second)
+    assert lost.entries() == ([], [])
+    entries.step_is_over(first)
+    assert lost.entries()[0] == [2]
+    with entries.of_finished_step(is_void=False):
+        entries.add(4, key_of(4))
+        entries.add(5, key_of(5))
+        entries.remove(5)
+    assert lost.entries()[0] == [2, 4]
+    with entries.of_finished_step(is_void=True):
+        entries.add(6, key_of(6))
+    assert lost.entries()[0] == [2, 4]
+    entries.step_is_over(second)
+    assert lost.entries()[0] == [2, 3, 4]
+    entries.add(7, key_of(7), is_filled=True)
+    entries.step_is_planned(SchedulerOutput.make_empty())
+    assert lost.entries()[0] == [2, 3, 4, 7], "no step is under way that could fill it"

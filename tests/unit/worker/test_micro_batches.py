@@ -1,6 +1,7 @@
 """How the decodes of a pipeline group are divided among its steps, in a real vLLM scheduler."""
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Any, cast
@@ -403,6 +404,9 @@ class CountedEntries:
     def step_is_over(self, plan: object, *, is_void: bool) -> None:
         assert not is_void
         self.over.append(plan)
+
+    def of_finished_step(self, *, is_void: bool) -> nullcontext[None]:
+        return nullcontext()
 
 
 # ---------------------------------------------------------------------- tokens that devices pass on

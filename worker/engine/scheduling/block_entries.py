@@ -1,13 +1,21 @@
 """The entries of one scheduler's full blocks in the directory of its group.
 
 A block has its hash when the step that fills it is planned. The entry follows when that step is
-over, so readers find the content after the loss of a rank.
+over, so readers find the content after the loss of a rank. vLLM's asynchronous scheduler plans a
+step before it knows the tokens of those in flight. A block that one of them fills gets its hash
+with the step after it, or when that one is over: its entry does not wait for a later step.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvadaptor.group_directory import GroupDirectory
 
 ENTRIES_PER_STEP = 512
 """Maximum entries after one step; a migrated long context is entered over several."""
+
+Blocks = dict[int, bytes]
+"""Blocks and their hashes."""
 
 
 class BlockEntries:
@@ -15,33 +23,62 @@ class BlockEntries:
 
     def __init__(self, directory: GroupDirectory) -> None:
         self.directory = directory
-        self._planned: dict[int, bytes] = {}
-        """Blocks that got a hash since the last step was planned, and their hashes."""
-        self._steps: dict[int, dict[int, bytes]] = {}
-        """The same of each step that is under way, by the identity of its plan."""
+        self.is_planning = False
+        """Whether a step is being planned: tasks have computed what earlier steps compute."""
+        self._planned: Blocks = {}
+        """Blocks that got a hash since the last step was planned, and are filled by the next."""
+        self._earlier: Blocks = {}
+        """The same of blocks that steps before it fill."""
+        self._computed: Blocks | None = None
+        """The same of blocks that a step has filled that ends now; None if none does."""
+        self._steps: dict[int, Blocks] = {}
+        """The blocks of each step that is under way, by the identity of its plan, oldest first."""
 
-    def add(self, block: int, key: bytes) -> None:
-        """Enter a block after the step that is planned next."""
-        self._planned[block] = key
+    def add(self, block: int, key: bytes, *, is_filled: bool = False) -> None:
+        """Enter a block after the step that is planned next, or after those before it."""
+        into = self._earlier if is_filled else self._planned
+        if self._computed is not None:
+            into = self._computed
+        into[block] = key
 
     def remove(self, block: int) -> None:
         """Remove a block's entry: it will get other content."""
         self.directory.clear(block)
-        if self._planned or self._steps:
-            for each in (self._planned, *self._steps.values()):
+        for each in (self._planned, self._earlier, self._computed, *self._steps.values()):
+            if each:
                 each.pop(block, None)
 
     def step_is_planned(self, plan: object) -> None:
-        """Count the blocks since then for this step."""
-        if self._planned:
-            self._steps[id(plan)] = self._planned
-            self._planned = {}
+        """Count the blocks since the last one for this step, and for the last one under way."""
+        if self._earlier:
+            earlier, self._earlier = self._earlier, {}
+            if self._steps:
+                self._steps[next(reversed(self._steps))].update(earlier)
+            else:
+                self._enter(earlier)
+        self._steps[id(plan)], self._planned = self._planned, {}
 
     def step_is_over(self, plan: object, *, is_void: bool = False) -> None:
         """Enter the blocks of a step that has ended, unless something that it read is void."""
         filled = self._steps.pop(id(plan), None)
-        if filled is None or is_void:
+        if filled and not is_void:
+            self._enter(filled)
+
+    @contextmanager
+    def of_finished_step(self, *, is_void: bool) -> Iterator[None]:
+        """Enter what gets a hash meanwhile at once, unless what the step has read is void."""
+        if is_void:
+            yield
             return
+        filled: Blocks = {}
+        self._computed = filled
+        try:
+            yield
+        finally:
+            self._computed = None
+        self._enter(filled)
+
+    def _enter(self, filled: Blocks) -> None:
         later = list(filled.items())[ENTRIES_PER_STEP:]
         for block, key in later:
             del filled[block]
@@ -52,6 +89,7 @@ class BlockEntries:
         """Enter no block that got a hash until now: its group is left, and may lose the block."""
         self._steps.clear()
         self._planned.clear()
+        self._earlier.clear()
 
     def forget_steps(self) -> None:
         """Enter nothing of the steps that are under way: the group is lost."""

@@ -6,6 +6,7 @@ hold; those tasks stay in place until their mode is bound again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -141,14 +142,17 @@ class ModeScheduler(Scheduler):
         """
         if self.blocks is not None:
             self.blocks.look()
+        if self.entries is not None:
+            self.entries.is_planning = True
         if stages > 1:
             output = schedule_share(self, stages, self.ahead_max)
         else:
             output = self.schedule() if pace_tokens is None else schedule_paced(self, pace_tokens)
-        forgotten = output.finished_req_ids or output.preempted_req_ids
-        if self.entries is not None and (output.num_scheduled_tokens or forgotten):
-            # A void step of a pipeline group is never finished, so nothing would be entered.
-            self.entries.step_is_planned(output)
+        if self.entries is not None:
+            self.entries.is_planning = False
+            if output.num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
+                # A void step of a pipeline group is never finished, so nothing would be entered.
+                self.entries.step_is_planned(output)
         if not output.total_num_scheduled_tokens:
             if self.blocks is not None:
                 self.blocks.idle()
@@ -214,9 +218,12 @@ class ModeScheduler(Scheduler):
         if void:
             # vLLM computes these blocks, and what read them, in the next step.
             result = replace(result, kv_connector_output=KVConnectorOutput(invalid_block_ids=void))
+        of_step: AbstractContextManager[None] = nullcontext()
         if self.entries is not None:
             self.entries.step_is_over(plan.output, is_void=bool(void))
-        by_client = self.update_from_output(plan.output, result)
+            of_step = self.entries.of_finished_step(is_void=bool(void))
+        with of_step:
+            by_client = self.update_from_output(plan.output, result)
         if void:
             self._forget_void(void)
         for request in self._unregistered[:REGISTERED_PER_STEP]:

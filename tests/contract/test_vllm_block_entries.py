@@ -1,0 +1,77 @@
+"""A full block has its entry before the token after it goes out, whichever scheduler plans."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory
+from tests.harness.vllm.mode_schedulers import (
+    BLOCK,
+    PAGES,
+    WIDTH,
+    base_config,
+    finish,
+    fresh,
+    hasher_of,
+    ids,
+    sampling,
+    scheduler_of,
+)
+from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
+from worker.engine.scheduling.step_plan import StepPlan
+
+FORMATION = 3
+PROMPT_TOKENS = (30, 45, 64)
+
+
+@pytest.fixture(scope="module")
+def base() -> VllmConfig:
+    return base_config()
+
+
+@pytest.fixture(scope="module")
+def hasher(base: VllmConfig) -> Any:
+    return hasher_of(base)
+
+
+def directory_for(scheduler: ModeScheduler) -> GroupDirectory:
+    shape = DirectoryShape((0,), PAGES, WIDTH)
+    directory = GroupDirectory(memoryview(bytearray(shape.num_bytes)), shape)
+    directory.begin(FORMATION, [1])
+    directory.keep(0, FORMATION, None)
+    scheduler.use_directory(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [(ModeScheduler, 0), (AsyncModeScheduler, 1)])
+def test_all_full_blocks_of_sent_tokens_are_entered(
+    base: VllmConfig, hasher: Any, kind: type[ModeScheduler], ahead: int
+) -> None:
+    scheduler = scheduler_of(base, *range(1, PAGES), kind=kind)
+    directory = directory_for(scheduler)
+    for number, count in enumerate(PROMPT_TOKENS):
+        prompt = [100 * number + each for each in range(count)]
+        scheduler.add_task(fresh(f"task-{number}", prompt, hasher), [])
+    inflight: deque[tuple[StepPlan, set[str]]] = deque()
+    seen = 0
+    while scheduler.requests:
+        while len(inflight) <= ahead and (scheduler.has_more or not inflight):
+            plan = scheduler.plan_step(lambda: None)
+            inflight.append((plan, sampling(scheduler, plan)))
+        plan, samples = inflight.popleft()
+        finish(scheduler, plan, samples=samples)
+        entered = set(directory.entries()[0])
+        for name, request in scheduler.requests.items():
+            # The newest token has no KV yet.
+            computed = min(request.num_tokens - 1, request.num_computed_tokens)
+            if not request.num_output_tokens:
+                continue
+            full = ids(scheduler, name)[: computed // BLOCK]
+            assert entered.issuperset(full), (name, request.num_tokens)
+            seen += len(full)
+    assert seen > 100
