@@ -158,7 +158,8 @@ class GroupDirectory:
         place = self.shape.ranks.index(rank)
         self._intact[place] = 0
         if slots is not None and self._slots is not None:
-            self._slots[place] = slots
+            # Of a rank with fewer pages than the directory has room for.
+            self._slots[place, : slots.size] = slots
         self._marks[place] = 1
         with FENCE:
             self._intact[place] = formation

@@ -51,16 +51,20 @@ def allocate_lasting(num_bytes: int, device: torch.device) -> tuple[torch.Tensor
     with _current(device) as number:
         if not _attribute(_HAS_FILE_HANDLES, number):
             raise PeerMappingError(f"CUDA device {number} has no memory with file handles.")
+        torch.cuda.empty_cache()  # The driver has only what torch does not keep.
         wanted = _properties(number)
         size = _whole(num_bytes, wanted)
-        handle, file = ctypes.c_uint64(), ctypes.c_int()
+        handle, file = ctypes.c_uint64(), ctypes.c_int(-1)
         _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), ctypes.c_uint64(0))
-        kind = ctypes.c_int(_FILE_HANDLE)
-        _call(
-            *("cuMemExportToShareableHandle", ctypes.byref(file)),
-            *(handle, kind, ctypes.c_uint64(0)),
-        )
-        address = _mapped(handle, size, number)
+        kind, flags = ctypes.c_int(_FILE_HANDLE), ctypes.c_uint64(0)
+        try:
+            _call("cuMemExportToShareableHandle", ctypes.byref(file), handle, kind, flags)
+            address = _mapped(handle, size, number)
+        except PeerMappingError:
+            call_driver("cuMemRelease", handle)
+            if file.value >= 0:
+                os.close(file.value)
+            raise
     raw = tensor_at(address, num_bytes, device)
     raw.zero_()
     torch.cuda.synchronize(device)

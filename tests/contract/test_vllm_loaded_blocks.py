@@ -21,7 +21,7 @@ from tests.harness.vllm.mode_schedulers import (
 )
 from worker.engine.scheduling.block_copies import BlockCopies
 from worker.engine.scheduling.connector import BlockConnector
-from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 
 
 class Source:
@@ -160,6 +160,23 @@ def test_stages_get_no_step_after_one_whose_loads_may_be_void(
     assert made.plan_step(lambda: None, stages=3).output.num_scheduled_tokens["a"] == (
         len(PROMPT) - BLOCK
     )
+
+
+def test_an_asynchronous_scheduler_says_that_no_step_may_follow(
+    base: VllmConfig, hasher: Any, source: Source
+) -> None:
+    """A rank's main loop plans one step ahead; this one would compute from void KV."""
+    made = scheduler_of(base, 1, 2, 3, kind=AsyncModeScheduler)
+    made.use_connector(BlockConnector(made, (source,)))
+    source.void = {2}
+    made.add_task(fresh("a", PROMPT, hasher), [])
+    plan = made.plan_step(lambda: None)
+    source.is_empty = True
+    seen = [made.may_be_void]
+    finish(made, plan)
+    assert [*seen, made.may_be_void] == [True, False]
+    assert step(made) == {"a": len(PROMPT) - BLOCK}
+    assert made.requests["a"].output_token_ids[:] == [7]
 
 
 def test_a_plan_of_copies_alone_is_sent(base: VllmConfig) -> None:

@@ -158,5 +158,7 @@ async def test_tasks_go_on_from_the_memory_of_a_lost_device(tmp_path: Path) -> N
             print(f"{layout}, rank {victim}: serves again {back_s:.1f} s after the test began")
             after = in_use()
             print(f"in use before {before}, after {after}")
-            assert all(b <= a + MEMORY_MARGIN_BYTES for a, b in zip(before, after, strict=True))
+            assert all(
+                now <= then + MEMORY_MARGIN_BYTES for then, now in zip(before, after, strict=True)
+            )
     assert max(pauses_s.values()) <= PAUSE_LIMIT_S, pauses_s

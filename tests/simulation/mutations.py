@@ -283,7 +283,8 @@ def _tells_no_reader(owner: Any, name: str) -> Patch:
 
 def _enters_at_once(self: BlockEntries, plan: object) -> None:
     _step_is_planned(self, plan)
-    self.step_is_over(plan)
+    with self.of_finished_step(plan, is_void=False):
+        pass
 
 
 _step_is_planned = BlockEntries.step_is_planned

@@ -97,11 +97,15 @@ class SimScheduler(FakeScheduler):
         self._not_entered: list[tuple[SimRequest, int, int]] = []
         """Continued tasks, their full blocks by then, and how often they were preempted."""
         self._in_doubt: SimPlan | None = None
-        """The step in flight that loads from lost groups, in a pipeline group."""
+        """The step in flight that loads from lost groups."""
+
+    @property
+    def may_be_void(self) -> bool:
+        return self._in_doubt is not None
 
     @property
     def has_more(self) -> bool:
-        return self._in_doubt is None and super().has_more
+        return not self.may_be_void and super().has_more
 
     def add_task(self, request: Any, generated: list[int]) -> None:
         """See `EngineScheduler`, as all that follows."""
@@ -139,7 +143,7 @@ class SimScheduler(FakeScheduler):
             if self.stages == 1 or not plan.is_void:
                 # Nobody finishes a void step of a pipeline group.
                 self.blocks.entries.step_is_planned(plan)
-            if plan.loads.tasks and self.stages > 1:
+            if plan.loads.tasks:
                 self._in_doubt = plan
         return plan
 
@@ -150,7 +154,8 @@ class SimScheduler(FakeScheduler):
             if self._in_doubt is plan:
                 self._in_doubt = None
             void = self.blocks.look_again(plan.loads)
-            self.blocks.entries.step_is_over(plan, is_void=bool(void))
+            with self.blocks.entries.of_finished_step(plan, is_void=bool(void)):
+                pass  # Here all blocks have their hashes when a step is planned.
             if void:
                 counted = replace(plan, parts=tuple(self._without_void(plan, void)))
         held = dict(self.requests)

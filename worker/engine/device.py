@@ -196,10 +196,11 @@ def whole_blocks(device: torch.device) -> Iterator[None]:
 class MemoryNotes:
     """Records the device memory that each start-up stage takes, so that all of it is named."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, predecessor_bytes: int = 0) -> None:
+        """`predecessor_bytes` are in use already, for memory that the rank takes over."""
         self._device = device
         self._used = used_bytes(device)
-        self.context = self._used
+        self.context = max(0, self._used - predecessor_bytes)
         """Bytes of the driver and other processes, before the rank allocates anything."""
 
     def note(self, stage: str) -> None:

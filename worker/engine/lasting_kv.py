@@ -32,7 +32,6 @@ from kvadaptor.transfer.peers import (
 )
 from worker.engine.lost_copies import MoverPageCopies
 from worker.engine.lost_kv import LostKV, open_directories
-from worker.spec import RankSpec
 
 log = structlog.get_logger()
 
@@ -57,6 +56,8 @@ class LastingKV:
     ranks: int
     geometry: PageGeometry
     device: torch.device
+    cpu_group: Any
+    """The Gloo group of the ranks that start together."""
     calls: MemoryCalls = field(default_factory=MemoryCalls)
     _memory: dict[int, torch.Tensor] = field(default_factory=dict)
     """What is mapped, by rank."""
@@ -65,24 +66,34 @@ class LastingKV:
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return the rank's own memory, (num_bytes,) int8 and all zeros.
 
-        Raises `CellMemoryError` if the predecessor had memory of another size, which others map.
+        A collective of the ranks that start together. Raises `CellMemoryError` if the predecessor
+        had memory of another size, which others map, or if only some ranks have memory that lasts.
         """
-        handles, known = self.lasting.handles, self._bytes_of(self.rank)
-        if known is not None and known != num_bytes:
+        known = self._bytes_of(self.rank)
+        if known and known != num_bytes:
             raise CellMemoryError(
                 f"rank {self.rank} had {known} bytes of KV memory, and would have {num_bytes} now: "
                 "restart all ranks (`aileron renew`)."
             )
-        try:
-            if known is not None:
-                return self._take_over()
-            own, file = self.calls.allocate(num_bytes, self.device)
-        except PeerMappingError as error:
-            handles.drop(kv_name(self.rank))
-            advice = "the tasks of a lost rank are computed again"
-            log.warning("kv_ends_with_its_process", reason=str(error), advice=advice)
-            return allocate(num_bytes, self.device)
-        handles.put(kv_name(self.rank), str(num_bytes).encode(), [file])
+        found = attempt(lambda: self._take_over() if known else self._make(num_bytes))
+        reason = found if isinstance(found, PeerMappingError) else None
+        reasons = gather_all(reason, self.cpu_group)
+        if isinstance(found, torch.Tensor) and not any(reasons.values()):
+            return found
+        if not all(reasons.values()):
+            raise CellMemoryError(f"only some ranks have KV memory: {refusal_of(reasons)}")
+        # Others may have mapped what the rank had: it never makes any again.
+        self.lasting.handles.put(kv_name(self.rank), b"0", [])
+        advice = "the tasks of a lost rank are computed again"
+        log.warning("kv_ends_with_its_process", reason=str(reason), advice=advice)
+        return allocate(num_bytes, self.device)
+
+    def _make(self, num_bytes: int) -> torch.Tensor:
+        """Make memory for the rank's first process."""
+        if self._bytes_of(self.rank) is not None:
+            raise PeerMappingError("a process of the rank before has had none.")
+        own, file = self.calls.allocate(num_bytes, self.device)
+        self.lasting.handles.put(kv_name(self.rank), str(num_bytes).encode(), [file])
         os.close(file)
         self._memory[self.rank] = own
         return own
@@ -98,21 +109,21 @@ class LastingKV:
 
     def map_all(self, raw: torch.Tensor, cpu_group: Any) -> PeerMap:
         """Map the memory of the ranks that start together; see `map_peers`, also a collective."""
+        if self.rank not in self._memory:
+            return map_peers(raw, cpu_group)
         place, world = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
         first = self.rank - place
-        if not all(gather_all(self.rank in self._memory, cpu_group).values()):
-            return map_peers(raw, cpu_group)
-        refusal = self._map_together(range(first, first + world), cpu_group)
+        refusal = self._map_together(range(first, first + world))
         if refusal is not None:
             return PeerMap({}, refusal)
         return PeerMap({each: self._memory[first + each] for each in range(world)}, None)
 
-    def open_lost(self, cpu_group: Any) -> LostKV | None:
+    def open_lost(self) -> LostKV | None:
         """Return the rank's access to the KV of lost groups; None if it ends with processes.
 
         A collective of the ranks that start together, once they have their memory.
         """
-        if self._map_together(range(self.ranks), cpu_group) is not None:
+        if self.rank not in self._memory or self._map_together(range(self.ranks)) is not None:
             return None
         self._open_directories()
         mover = PeerMover(self.rank, self._memory, self.geometry)
@@ -121,14 +132,14 @@ class LastingKV:
         copies = MoverPageCopies(self.geometry, self.rank, mover)
         return LostKV(self._directories, self.rank, copies)
 
-    def _map_together(self, ranks: Iterable[int], cpu_group: Any) -> str | None:
+    def _map_together(self, ranks: Iterable[int]) -> str | None:
         """Map these ranks' memory on all that start together; return why some cannot, if so."""
 
         def map_each() -> None:
             for each in ranks:
                 self._map(Rank(each))
 
-        return refusal_of(gather_all(attempt(map_each), cpu_group))
+        return refusal_of(gather_all(attempt(map_each), self.cpu_group))
 
     @property
     def _splits(self) -> list[Split]:
@@ -153,24 +164,17 @@ class LastingKV:
         if rank in self._memory:
             return self._memory[rank]
         found = self.lasting.handles.get(kv_name(rank))
-        if found is None:
+        if found is None or not found[1]:
             raise PeerMappingError(f"rank {rank} has no memory that outlives its process.")
         content, (file,) = found
         self._memory[rank] = self.calls.map(file, int(content), self.device)
         return self._memory[rank]
 
 
-def lasting_kv(spec: RankSpec, geometry: PageGeometry, device: torch.device) -> LastingKV | None:
-    """Return what holds a rank's KV memory; None if it ends with its process."""
-    if spec.lasting is None:
-        return None
-    return LastingKV(spec.lasting, spec.rank, spec.cell_ranks, geometry, device)
-
-
 def lasting_bytes(lasting: LastingMemory | None, rank: Rank) -> int | None:
-    """Return the size of the KV memory that a rank's predecessor has left; None: it has left none.
+    """Return the size of the KV memory that a rank's predecessor has left; None: there was none.
 
-    It counts as in use, so there is nothing to measure.
+    0: its memory ended with it. What is left counts as in use, so there is nothing to measure.
     """
     found = lasting.handles.get(kv_name(rank)) if lasting is not None else None
     if found is None:

@@ -17,9 +17,12 @@ from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.reshard.order import order_of
 from kvadaptor.shares import Numbers, holder_of, numbers_of, pieces_of, share_of, units_of
-from kvadaptor.transfer.rounds import Finish, Mover, by_source
+from kvadaptor.transfer.rounds import Mover, by_source
 
 Bytes = npt.NDArray[np.uint8]
+
+COPIES_MAX = 64
+"""Copies from lost groups that a mover begins before it is waited for."""
 
 
 class LostPageCopies(Protocol):
@@ -89,7 +92,8 @@ class MoverPageCopies:
 
     def __init__(self, geometry: PageGeometry, rank: Rank, mover: Mover) -> None:
         self._geometry, self._rank, self._mover = geometry, rank, mover
-        self._started: list[Finish] = []
+        self._count = 0
+        """Copies since the mover was last waited for."""
 
     def copy(
         self,
@@ -100,8 +104,6 @@ class MoverPageCopies:
         member: int,
     ) -> int:
         """See `LostPageCopies`; only begins the copies."""
-        while self._started:
-            self._started.pop()()  # Of a step before this one, which is over.
         theirs = directory.shape.split
         finest = Split(math.lcm(split.pp, theirs.pp), math.lcm(split.tp, theirs.tp))
         order, there = order_of(split, finest), self._geometry.slots(theirs)
@@ -114,5 +116,9 @@ class MoverPageCopies:
         own = order.fragments_of(share_of(self._geometry, split, member).number)
         target = order.units_of(into)
         copies = by_source(ranks[own].reshape(-1), units[own].reshape(-1), target.reshape(-1))
-        self._started.append(self._mover.start({self._rank: copies}, finest))
+        finish, self._count = self._mover.start({self._rank: copies}, finest), self._count + 1
+        if self._count == COPIES_MAX:
+            # Now and then, as it waits for the device: the mover keeps the times of its copies.
+            self._count = 0
+            finish()
         return target.size * (self._geometry.page_bytes // finest.width)

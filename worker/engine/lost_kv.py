@@ -1,6 +1,6 @@
 """A rank's access to the KV of groups that have lost a member: it copies whole blocks of it.
 
-The memory of CPU ranks outlives their processes, and so does the directory of each group. Tasks of
+The memory of ranks outlives their processes, and so does the directory of each group. Tasks of
 a lost group continue on its blocks, in a group of any width, without computing them again. A copy
 counts once the directory still shows the same afterwards: a lost rank that lives may go on, and a
 new process empties the memory of its predecessor.

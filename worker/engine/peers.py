@@ -17,13 +17,15 @@ from vllm.distributed.parallel_state import get_world_group
 
 from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
-from kvadaptor.geometry import Split
+from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
 from kvadaptor.transfer.peers import PeerMap, map_peers
 from kvadaptor.transfer.rounds import Finish, Mover, Round
 from kvadaptor.views import KVBuffer
+from worker.engine.lasting_kv import LastingKV
+from worker.spec import RankSpec
 
 log = structlog.get_logger()
 
@@ -63,6 +65,14 @@ def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
     mapped = memory.map(kv_name(rank), num_bytes)
     clear(mapped)
     return torch.frombuffer(mapped, dtype=torch.int8)
+
+
+def lasting_kv(spec: RankSpec, geometry: PageGeometry, device: torch.device) -> LastingKV | None:
+    """Return what holds a rank's KV memory; None if it ends with its process, or on CPU."""
+    if spec.lasting is None:
+        return None
+    of_cell, cpu_group = (spec.rank, spec.cell_ranks), get_world_group().cpu_group
+    return LastingKV(spec.lasting, *of_cell, geometry, device, cpu_group)
 
 
 def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Peers:

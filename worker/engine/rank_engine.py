@@ -1,7 +1,7 @@
 """vLLM adapter: everything a rank prepares at start-up, one set of objects per width.
 
 Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV. Ranks
-size KV together, but a rank that joins serving ones (CPU) does it alone. Afterwards selecting a
+that start together measure at the same time how much KV each has room for. Afterwards selecting a
 width is two assignments: no allocation, no new process group, no collective. The tp, sp and mixed
 modes of a width share all but the tree, so they can change from step to step.
 """
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.structured_output import StructuredOutputManager
@@ -43,10 +42,10 @@ from worker.engine.device import (
     used_bytes,
 )
 from worker.engine.host_kv import HostTier
-from worker.engine.lasting_kv import lasting_bytes, lasting_kv
+from worker.engine.lasting_kv import lasting_bytes
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
-from worker.engine.peers import AfterStores, open_peers, shared_peers, take_kv
+from worker.engine.peers import AfterStores, lasting_kv, open_peers, shared_peers, take_kv
 from worker.engine.pipelines import connect_pipelines, launched
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
@@ -87,7 +86,7 @@ class RankEngine:
         self.spec = spec
         self.base = base
         self.device = prepare_process(base, *_of_process(spec))
-        notes = MemoryNotes(self.device)
+        notes = MemoryNotes(self.device, lasting_bytes(spec.lasting, spec.rank) or 0)
         self._token = torch.zeros(64, device=self.device)
         self._selected: Communicator | None = None
         widths = communicator_widths(spec)
@@ -199,7 +198,7 @@ class RankEngine:
             specs = whole_specs(runner.get_kv_cache_spec(), config)
         reserved = self._reserved_bytes(configs, runners, progress)
         budget = lasting_bytes(self.spec.lasting, self.spec.rank)
-        if budget is None:
+        if not budget:
             budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
@@ -311,7 +310,7 @@ class RankEngine:
             own = self.kv.raw.view(-1).numpy().view("u1").reshape(geometry.num_layers, -1)
             lost = open_lost_kv(spec.memory, spec.rank, spec.world, directories, geometry, own)
         elif hashes and self._lasting is not None:
-            lost = self._lasting.open_lost(get_world_group().cpu_group)
+            lost = self._lasting.open_lost()
         host = open_host_pages(spec, self.kv, hashes=hashes)
         if host is not None:
             host.validity = self.communicators.validity

@@ -45,7 +45,9 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     without_fault: tuple[Rank, ...] = ()
     """Ranks whose ended process ended on demand, or with a peer it cannot serve without."""
     falling: tuple[Rank, ...] = ()
-    """Ranks whose newest process would do so if it ended now."""
+    """Ranks whose end would be no fault by now, for the same reasons."""
+    block: int = 1
+    """Aligned ranks of this number cannot serve without each other."""
 
 
 _decode_status = msgspec.json.Decoder(ProcessStatus).decode
@@ -155,8 +157,19 @@ class _ExitReporter:
         for rank, incarnation in self._status.newest:
             known = self._ending.get(rank, (-1, False))[0]
             if incarnation > known and self._lives.is_ending(rank):
-                self._ending[rank] = incarnation, rank in self._status.falling
+                is_without_fault = rank in self._status.falling or self._falls_with_peer(rank)
+                self._ending[rank] = incarnation, is_without_fault
                 self._changed.set()
+
+    def _falls_with_peer(self, rank: Rank) -> bool:
+        """Return whether a peer that the rank cannot serve without ends, or has ended."""
+        status, first = self._status, rank - rank % self._status.block
+        newest, ended = dict(status.newest), dict(status.ended)
+        peers = {Rank(first + place) for place in range(status.block)} - {rank}
+        return any(
+            max(ended.get(peer, -1), self._ending.get(peer, (-1, False))[0]) == newest[peer]
+            for peer in peers & newest.keys()
+        )
 
     def _read(self) -> None:
         try:

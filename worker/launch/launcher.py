@@ -3,8 +3,8 @@
 A fork costs milliseconds where an import costs seconds. The launcher never computes, so it has no
 thread pool or device context when it forks. It notices at once when a rank ends, reports that
 through the exit reporter and restarts the rank; a rank that fails before the whole cell was ready
-ends everything. SIGUSR1 restarts all ranks together, or those that the exit reporter names. On CPU
-the launcher makes the memory that ranks share, so that a restarted rank can join the living ones.
+ends everything. SIGUSR1 restarts all ranks together, or those that the exit reporter names. The
+launcher makes and keeps the memory that ranks share, so it outlives each of them.
 """
 
 import ctypes
@@ -197,7 +197,9 @@ class Launcher:
     def _send_status(self) -> None:
         now = self._restarts
         self._pipe.send(
-            ProcessStatus(now.ended(), now.newest(), now.without_fault(), now.falling())
+            ProcessStatus(
+                *(now.ended(), now.newest(), now.without_fault(), now.falling()), now.block
+            )
         )
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:

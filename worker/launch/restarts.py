@@ -47,7 +47,7 @@ class Restarts:
         self._world = world
         self._together_s = together_s
         self._shares_memory = shares_memory
-        self._block = block
+        self.block = block
         self._running: set[Rank] = set()
         self._is_prepared = False
         """Whether a rank was ready; its whole cohort has then prepared the shared objects."""
@@ -84,7 +84,7 @@ class Restarts:
     @property
     def falls_together(self) -> bool:
         """Whether the ranks of a block cannot serve without each other."""
-        return self._block > 1
+        return self.block > 1
 
     @property
     def all_were_ready(self) -> bool:
@@ -131,8 +131,8 @@ class Restarts:
         return self._renewed.get(rank) or self._aligned(rank)
 
     def _aligned(self, rank: Rank) -> tuple[Rank, ...]:
-        first = rank - rank % self._block
-        return tuple(map(Rank, range(first, first + self._block)))
+        first = rank - rank % self.block
+        return tuple(map(Rank, range(first, first + self.block)))
 
     def fall_with(self, rank: Rank) -> list[Rank]:
         """Return the running ranks that cannot serve without this one, which has ended."""
@@ -182,7 +182,7 @@ class Restarts:
         return tuple(sorted(self._without_fault))
 
     def falling(self) -> tuple[Rank, ...]:
-        """Return the running ranks that would end on demand, or after a peer of their block."""
+        """Return the running ranks that would end without fault: on demand, or after a peer."""
         return tuple(
             sorted(
                 rank

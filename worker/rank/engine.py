@@ -144,6 +144,10 @@ class EngineScheduler(Protocol):
         """Whether the next step computes just the last token of each running task."""
 
     @property
+    def may_be_void(self) -> bool:
+        """Whether a step in flight loads what may turn out to be void, so that none may follow."""
+
+    @property
     def has_more(self) -> bool:
         """Whether there is a step to plan while others are in flight: in pipeline groups."""
 

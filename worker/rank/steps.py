@@ -187,7 +187,8 @@ class Steps:
             self._lead_stages(mode, binding, epoch)
             return (self._now_ns() - started_ns) // 1000
         times_before = self._inflight.device_times if self._inflight is not None else None
-        if self._inflight is not None and self._inflight.goes_first(self._runtime.host):
+        inflight, host = self._inflight, self._runtime.host
+        if inflight is not None and (mode.scheduler.may_be_void or inflight.goes_first(host)):
             self.finish_inflight()
         if mode.scheduler.has_requests():
             plan = mode.plan_step(binding.group, self.finish_inflight)

@@ -218,6 +218,10 @@ class FakeScheduler:
         return self.is_on_device()
 
     @property
+    def may_be_void(self) -> bool:
+        return False
+
+    @property
     def has_more(self) -> bool:
         is_due = any(not (each.is_over or self._awaits_token(each)) for each in self.running)
         return bool(self._ended or self.waiting) or is_due

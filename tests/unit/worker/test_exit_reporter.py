@@ -1,4 +1,4 @@
-"""The herald says which ranks ended, again in each session, and passes on that all start again."""
+"""The exit reporter says which ranks end, in each session, and passes on that all start again."""
 
 import asyncio
 import os
@@ -68,8 +68,8 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
 ) -> None:
     pipe, renewed = ExitPipe(), asyncio.Queue[tuple[Rank, ...]]()
     target = f"127.0.0.1:{coordinator.port}"
-    herald = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait, LifeLocks(2))
-    running = asyncio.create_task(herald.run())
+    reporter = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait, LifeLocks(2))
+    running = asyncio.create_task(reporter.run())
     pipe.send(ProcessStatus(newest=NEWEST))
     while (await coordinator.next()).ended:
         pass
@@ -156,3 +156,29 @@ def test_a_process_that_ends_as_asked_to_is_not_seen_to_end() -> None:
     assert not lives.is_ending(Rank(1)), "the next process lives"
     os.kill(alive, signal.SIGKILL)
     os.waitpid(alive, 0)
+
+
+async def test_who_falls_with_a_peer_that_ends_is_not_at_fault(coordinator: Coordinator) -> None:
+    """The launcher hears of the first one only when its memory is free."""
+    lives, pipe = LifeLocks(2), ExitPipe()
+    pids = [child_holding(lives, rank) for rank in (Rank(0), Rank(1))]
+    target = f"127.0.0.1:{coordinator.port}"
+    running = asyncio.create_task(
+        _ExitReporter(target, TOKEN, pipe.reader, lambda _: None, lives).run()
+    )
+    pipe.send(ProcessStatus(newest=NEWEST, block=2))
+    os.kill(pids[1], signal.SIGKILL)
+    while not (said := await coordinator.next()).ended:
+        pass
+    assert (said.ended, said.without_fault) == (((1, 7),), ())
+    os.kill(pids[0], signal.SIGKILL)
+    while len((said := await coordinator.next()).ended) < 2:
+        pass
+    assert said.without_fault == (0,)
+    os.close(pipe.writer)
+    await coordinator.stop()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    os.close(pipe.reader)
+    for pid in pids:
+        os.waitpid(pid, 0)

@@ -342,6 +342,24 @@ def test_a_step_waits_for_stores_of_blocks_that_it_writes() -> None:
     assert given(group, 101, task=1) is None, "that step has waited"
 
 
+def test_loads_from_lost_groups_wait_for_stores_of_their_blocks() -> None:
+    """Blocks of a preempted task that no step has stored yet are not stored any more."""
+    group = Group(is_aside=True)
+    task = group.task(8)
+    task.num_computed_tokens = 8
+    assert given(group, 7, task=1) is not None
+    late = group.task(12, "late", computed=12)
+    late.block_hashes = [key_of(number) for number in (5, 6, 7)]
+    group.hooks.preempted(late)
+    group.hooks._step.lost_blocks += [100, 102]
+    loads = given(group, 8, task=1)
+    assert loads is not None
+    assert (loads.store_blocks, loads.frees_stores) == ([], True)
+    after = given(group, 9)
+    assert after is not None
+    assert after.store_blocks == [101], "the others have got other content"
+
+
 def test_blocks_that_all_members_have_stored_are_free() -> None:
     group = Group(is_aside=True)
     task = group.task(8)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 import torch.distributed as dist
 
-from comm_pool.cpu.cell_memory import CellMemoryError, kv_name
+from comm_pool.cpu.cell_memory import CellMemoryError
 from comm_pool.cuda.lasting_memory import LastingMemory, lasting_memory
 from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry, Split
@@ -62,11 +62,11 @@ def lasting() -> Iterator[LastingMemory]:
 
 def kv_of(lasting: LastingMemory, rank: int, **calls: object) -> LastingKV:
     found = MemoryCalls(**{"allocate": allocate, "map": map_file, **calls})  # type: ignore[arg-type]
-    return LastingKV(lasting, Rank(rank), 2, GEOMETRY, CPU, found)
+    return LastingKV(lasting, Rank(rank), 2, GEOMETRY, CPU, None, found)
 
 
 def opened(kv: LastingKV) -> LostKV:
-    found = kv.open_lost(None)
+    found = kv.open_lost()
     assert found is not None
     return found
 
@@ -123,19 +123,49 @@ def test_memory_of_another_size_is_refused_as_others_map_it(lasting: LastingMemo
 def test_without_such_memory_kv_ends_with_its_process(lasting: LastingMemory) -> None:
     kv = kv_of(lasting, 0, allocate=refused)
     assert not kv.take(NUM_BYTES).any()
-    assert lasting.handles.get(kv_name(0)) is None
-    assert lasting_bytes(lasting, Rank(0)) is None
-    assert kv.open_lost(None) is None
+    assert kv.open_lost() is None
+    assert not lasting_bytes(lasting, Rank(0))
+
+
+def test_a_rank_whose_memory_ended_with_it_makes_none_that_others_do_not_map(
+    lasting: LastingMemory,
+) -> None:
+    """A survivor has mapped the memory of the first process, and would read that."""
+    survivor, first = kv_of(lasting, 0), kv_of(lasting, 1)
+    survivor.take(NUM_BYTES)
+    first.take(NUM_BYTES)
+    reader = opened(survivor)
+    lead_alone(opened(first), 1, incarnation=7)
+    second = kv_of(lasting, 1, map=refused)
+    second.take(NUM_BYTES)
+    assert second.open_lost() is None
+    third = kv_of(lasting, 1)
+    third.take(NUM_BYTES)
+    assert third.open_lost() is None
+    assert not lasting_bytes(lasting, Rank(1))
+    assert found_by(reader, {Rank(0): 1}) is not None, "of the first process, whose memory it maps"
+
+
+def test_ranks_of_which_only_some_have_such_memory_do_not_start(
+    lasting: LastingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = PeerMappingError("no room.")
+    monkeypatch.setattr(lasting_kv, "gather_all", lambda own, _: {0: own, 1: error})
+    with pytest.raises(CellMemoryError, match="only some ranks have KV memory: rank 1: no room"):
+        kv_of(lasting, 0).take(NUM_BYTES)
+    monkeypatch.setattr(lasting_kv, "gather_all", lambda own, _: {0: own, 1: None})
+    with pytest.raises(CellMemoryError, match="rank 0: no peer access"):
+        kv_of(lasting, 1, allocate=refused).take(NUM_BYTES)
 
 
 def test_a_rank_that_cannot_reach_all_others_reads_none(lasting: LastingMemory) -> None:
     kv_of(lasting, 1).take(NUM_BYTES)
     kv = kv_of(lasting, 0, map=refused)
     kv.take(NUM_BYTES)
-    assert kv.open_lost(None) is None
+    assert kv.open_lost() is None
     kv = kv_of(lasting, 0)
     kv.take(NUM_BYTES)
-    assert kv.open_lost(None) is not None
+    assert kv.open_lost() is not None
 
 
 def test_ranks_that_start_together_map_each_other(

@@ -198,6 +198,11 @@ class Tasks:
         return []
 
 
+def over(entries: BlockEntries, plan: object, *, is_void: bool = False) -> None:
+    with entries.of_finished_step(plan, is_void=is_void):
+        pass
+
+
 def test_blocks_are_entered_when_their_step_is_over() -> None:
     lost = Cell(2).of_group((0,))
     entries = BlockEntries(lost)
@@ -208,11 +213,11 @@ def test_blocks_are_entered_when_their_step_is_over() -> None:
     entries.add(4, key_of(4))
     entries.step_is_planned(second)
     assert lost.entries() == ([], [])
-    entries.step_is_over(first)
+    over(entries, first)
     assert lost.entries() == ([2], [key_of(2)])
     entries.remove(2)
     entries.remove(3)
-    entries.step_is_over(second)
+    over(entries, second)
     assert lost.entries() == ([4], [key_of(4)]), "2 and 3 get other content"
 
 
@@ -225,7 +230,7 @@ def test_a_step_that_does_not_count_enters_nothing(end: str) -> None:
     entries.step_is_planned(step)
     if end == "lost":
         entries.forget_steps()
-    entries.step_is_over(step, is_void=end == "void")
+    over(entries, step, is_void=end == "void")
     assert lost.entries() == ([], [])
 
 
@@ -239,18 +244,38 @@ def test_a_block_that_an_earlier_step_fills_does_not_wait_for_a_later_one() -> N
     entries.add(3, key_of(3))
     entries.step_is_planned(second)
     assert lost.entries() == ([], [])
-    entries.step_is_over(first)
+    over(entries, first)
     assert lost.entries()[0] == [2]
-    with entries.of_finished_step(is_void=False):
+    with entries.of_finished_step(None, is_void=False):
         entries.add(4, key_of(4))
         entries.add(5, key_of(5))
         entries.remove(5)
     assert lost.entries()[0] == [2, 4]
-    with entries.of_finished_step(is_void=True):
+    with entries.of_finished_step(None, is_void=True):
         entries.add(6, key_of(6))
     assert lost.entries()[0] == [2, 4]
-    entries.step_is_over(second)
+    over(entries, second)
     assert lost.entries()[0] == [2, 3, 4]
     entries.add(7, key_of(7), is_filled=True)
     entries.step_is_planned(SchedulerOutput.make_empty())
     assert lost.entries()[0] == [2, 3, 4, 7], "no step is under way that could fill it"
+
+
+def test_a_task_that_ended_with_the_step_holds_no_block() -> None:
+    lost = Cell(2).of_group((0, 1))
+    entries = BlockEntries(lost, lambda block: block != 3)
+    step = SchedulerOutput.make_empty()
+    entries.add(2, key_of(2))
+    entries.add(3, key_of(3))
+    entries.step_is_planned(step)
+    over(entries, step)
+    assert lost.entries()[0] == [2, 3]
+    slots = lost.shape.slots_per_page
+    assert lost.held_pages(0).tolist() == [(lost.shape.blocks - 1 - 2) // slots]
+
+
+def test_a_member_may_have_fewer_pages_than_the_directory_has_room_for() -> None:
+    lost = Cell(2).of_group((0, 1))
+    lost.keep(1, FORMATION, np.arange(lost.shape.blocks - 2, dtype=np.int32))
+    assert lost.formation == FORMATION
+    assert lost.slots(1, np.array([2, 4])).tolist() == [2, 4]

@@ -401,11 +401,9 @@ class CountedEntries:
     def step_is_planned(self, plan: object) -> None:
         self.planned.append(plan)
 
-    def step_is_over(self, plan: object, *, is_void: bool) -> None:
+    def of_finished_step(self, plan: object, *, is_void: bool) -> nullcontext[None]:
         assert not is_void
         self.over.append(plan)
-
-    def of_finished_step(self, *, is_void: bool) -> nullcontext[None]:
         return nullcontext()
 
 

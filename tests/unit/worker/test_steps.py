@@ -40,6 +40,26 @@ def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
     assert stage.steps.take_detached_end_ns() is None
 
 
+@pytest.mark.parametrize("may_be_void", [False, True])
+def test_no_step_is_planned_beside_one_whose_loads_may_be_void(
+    monkeypatch: pytest.MonkeyPatch, may_be_void: bool
+) -> None:
+    stage = Stage()
+    scheduler = scheduler_of(stage.dp)
+    monkeypatch.setattr(type(scheduler), "may_be_void", property(lambda _: may_be_void))
+    stage.step(DP, 3)
+    planned: list[int] = []
+    plan_step = stage.dp.plan_step
+
+    def note(*args: Any) -> Any:
+        planned.append(len(stage.pushed))
+        return plan_step(*args)
+
+    monkeypatch.setattr(stage.dp, "plan_step", note)
+    stage.step(DP, 3)
+    assert planned == [1 if may_be_void else 0], "tokens of the step before have been pushed"
+
+
 def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
     stage = Stage(tokens=1)
     stage.leave_in_mid_step()

@@ -100,8 +100,11 @@ class BlockStores(Protocol):
         `written` returns the blocks that the step gives to tasks or loads.
         """
 
-    def skip_step(self) -> None:
-        """Note that a step stores nothing; later ones store what it fills."""
+    def skip_step(self, step: BlockCopies, written: Callable[[], set[int]]) -> None:
+        """Note that a step stores nothing; later ones store what it fills.
+
+        `written` is that of `plan`.
+        """
 
     def ended(self, request: Request) -> None:
         """Forget a task; it still has its blocks."""

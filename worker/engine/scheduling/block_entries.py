@@ -2,11 +2,12 @@
 
 A block has its hash when the step that fills it is planned. The entry follows when that step is
 over, so readers find the content after the loss of a rank. vLLM's asynchronous scheduler plans a
-step before it knows the tokens of those in flight. A block that one of them fills gets its hash
-with the step after it, or when that one is over: its entry does not wait for a later step.
+step before it knows the tokens of the steps in flight. So it hashes a block late: while it plans
+the step after the one that fills the block, or when that one is over. Its entry does not wait for
+the later step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvadaptor.group_directory import GroupDirectory
@@ -21,8 +22,12 @@ Blocks = dict[int, bytes]
 class BlockEntries:
     """The entries of one scheduler's blocks: those to come, and those in the directory."""
 
-    def __init__(self, directory: GroupDirectory) -> None:
+    def __init__(
+        self, directory: GroupDirectory, is_held: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """`is_held` returns True for blocks that tasks hold."""
         self.directory = directory
+        self._is_held = is_held
         self.is_planning = False
         """Whether a step is being planned: tasks have computed what earlier steps compute."""
         self._planned: Blocks = {}
@@ -58,15 +63,13 @@ class BlockEntries:
                 self._enter(earlier)
         self._steps[id(plan)], self._planned = self._planned, {}
 
-    def step_is_over(self, plan: object, *, is_void: bool = False) -> None:
-        """Enter the blocks of a step that has ended, unless something that it read is void."""
-        filled = self._steps.pop(id(plan), None)
-        if filled and not is_void:
-            self._enter(filled)
-
     @contextmanager
-    def of_finished_step(self, *, is_void: bool) -> Iterator[None]:
-        """Enter what gets a hash meanwhile at once, unless what the step has read is void."""
+    def of_finished_step(self, plan: object, *, is_void: bool) -> Iterator[None]:
+        """Enter the blocks of a step that has ended, and what gets a hash meanwhile.
+
+        Neither, if something that the step has read is void.
+        """
+        self._step_is_over(plan, is_void=is_void)
         if is_void:
             yield
             return
@@ -78,12 +81,19 @@ class BlockEntries:
             self._computed = None
         self._enter(filled)
 
+    def _step_is_over(self, plan: object, *, is_void: bool) -> None:
+        filled = self._steps.pop(id(plan), None)
+        if filled and not is_void:
+            self._enter(filled)
+
     def _enter(self, filled: Blocks) -> None:
         later = list(filled.items())[ENTRIES_PER_STEP:]
         for block, key in later:
             del filled[block]
             self._planned.setdefault(block, key)
         self.directory.fill(list(filled), list(filled.values()))
+        # A task may have ended with the step that filled its block.
+        self.directory.release(block for block in filled if not self._is_held(block))
 
     def withdraw(self) -> None:
         """Enter no block that got a hash until now: its group is left, and may lose the block."""

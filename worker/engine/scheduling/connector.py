@@ -170,11 +170,11 @@ class BlockConnector:
             # The end of a step that computes nothing does not tell that members have their loads.
             places, blocks = self._ahead.await_arrived(step)
             taken, into = [*taken, *places], [*into, *blocks]
+        written = partial(_written, scheduler_output, step)
         if self._stores is not None and step.lost_blocks:
             # What lost groups give counts only after the step; the next one stores it.
-            self._stores.skip_step()
+            self._stores.skip_step(step, written)
         elif self._stores is not None:
-            written = partial(_written, scheduler_output, step)
             tokens, begun = scheduler_output.num_scheduled_tokens, _begun(scheduler_output)
             self._stores.plan(step, tokens, begun, now_s, written)
         if step.loads:
@@ -309,4 +309,5 @@ def _written(output: SchedulerOutput, step: BlockCopies) -> set[int]:
     """Return the blocks that a step gives to tasks, and those that it loads."""
     given = [each.block_ids for each in output.scheduled_new_reqs]
     given += filter(None, output.scheduled_cached_reqs.new_block_ids)
-    return {*step.load_blocks, *step.ahead_blocks}.union(*chain.from_iterable(given))
+    loaded = *step.load_blocks, *step.lost_blocks, *step.ahead_blocks
+    return set(loaded).union(*chain.from_iterable(given))

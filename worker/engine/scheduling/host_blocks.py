@@ -147,7 +147,7 @@ class HostBlocks:
         is_aside = self._rules.is_aside
         if not self._is_ready:
             self._last.clear()
-            self.skip_step()
+            self._due.clear()
             return
         looks = LOOKS_PER_STEP + sum(tokens.values()) // self._scheduler.block_size
         filled: list[_Filled] = [(None, key, block) for key, block in self._last[:looks]]
@@ -164,9 +164,11 @@ class HostBlocks:
         if is_aside:
             self._guard(step, written)
 
-    def skip_step(self) -> None:
-        """Look at all tasks in the next step, as this one stores nothing."""
+    def skip_step(self, step: BlockCopies, written: Callable[[], set[int]]) -> None:
+        """Look at all tasks in the next step, as this one stores nothing; see `plan`."""
         self._due.clear()
+        if self._rules.is_aside:
+            self._guard(step, written)
 
     def _filled(self, name: str, tokens: int, looks: int) -> Iterable[_Filled]:
         """Return the blocks of a task that are full, with the step's tokens or beside it before.

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -40,6 +40,8 @@ from worker.engine.scheduling.handover import (
 from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_share
 from worker.engine.scheduling.pace import schedule_paced
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
+from worker.engine.scheduling.token_rows import whole_tokens
+from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
 from worker.rank.task_state import CachedChain, RunningState
 
@@ -165,7 +167,7 @@ class ModeScheduler(Scheduler):
             if r.req_id in self._generated
         }
         known = {
-            name: self._whole(name, self._known.pop(name))
+            name: whole_tokens(self.requests[name], self._known.pop(name))
             for name in (each.req_id for each in output.scheduled_new_reqs)
             if name in self._known
         }
@@ -181,18 +183,18 @@ class ModeScheduler(Scheduler):
         return self.ahead_max > 1
 
     @property
+    def may_be_void(self) -> bool:
+        """Whether a step in flight loads what may be void; vLLM forgets none that follows."""
+        return self.blocks is not None and self.blocks.may_be_void
+
+    @property
     def has_more(self) -> bool:
         """Whether there is a step to plan while others are in flight."""
-        if self.blocks is not None and self.blocks.may_be_void:
-            return False  # What follows would read it, and vLLM forgets no step in flight.
+        if self.may_be_void:
+            return False
         if self.finished_req_ids or self.get_request_counts()[1]:
             return True
         return any(is_due(each, self.ahead_max) for each in self.running)
-
-    def _whole(self, name: str, known: Tokens) -> Tokens:
-        """Return all tokens of a task, of which the first are `known`."""
-        more = self.requests[name]._all_token_ids[known.size :]
-        return np.append(known, np.array(more, dtype=np.int32)) if more else known
 
     def _make_room(self) -> None:
         """Preempt a migrated waiting task if all of them wait for a block.
@@ -216,37 +218,23 @@ class ModeScheduler(Scheduler):
         if self.blocks is not None and copies is not None:
             void = self.blocks.step_is_over(copies)
         if void:
-            # vLLM computes these blocks, and what read them, in the next step.
-            result = replace(result, kv_connector_output=KVConnectorOutput(invalid_block_ids=void))
+            result = self._without_void(void, result)
         of_step: AbstractContextManager[None] = nullcontext()
         if self.entries is not None:
-            self.entries.step_is_over(plan.output, is_void=bool(void))
-            of_step = self.entries.of_finished_step(is_void=bool(void))
+            of_step = self.entries.of_finished_step(plan.output, is_void=bool(void))
         with of_step:
             by_client = self.update_from_output(plan.output, result)
         if void:
-            self._forget_void(void)
+            forget_void(self, void)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
                 register_blocks(self.kv_cache_manager, request)
         del self._unregistered[:REGISTERED_PER_STEP]
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
-    def _forget_void(self, void: set[int]) -> None:
-        """Let nobody hit void blocks, nor what read them; the first task of each enters it again.
-
-        vLLM leaves them in its cache, as the next step computes them: but the task may end first.
-        """
-        registered, known = self._manager.num_cached_block, set[int]()
-        for request in self.running:
-            name = request.request_id
-            blocks = self._blocks_of(name)
-            first = next((n for n, block in enumerate(blocks) if block in void), None)
-            if first is not None:
-                forget_hashes(self.kv_cache_manager.block_pool, blocks[first:])
-                own = (n for n in range(first, len(blocks)) if blocks[n] not in known)
-                registered[name] = min(next(own, len(blocks)), registered.get(name, 0))
-                known.update(blocks[first:])
+    def _without_void(self, void: set[int], result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return a step's result without what has read void blocks."""
+        return with_void_blocks(result, void)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
@@ -498,3 +486,7 @@ class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler: the next step is planned while one runs."""
 
     ahead_max = AHEAD_MAX
+
+    def _without_void(self, void: set[int], result: ModelRunnerOutput) -> ModelRunnerOutput:
+        preempt_readers(self, void)
+        return result

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.v1.request import Request
 
 from worker.engine.scheduling.step_plan import Tokens
 
@@ -30,3 +31,9 @@ def take_arrays(tokens: Any) -> bool:
 
     tokens.stage_write = write
     return True
+
+
+def whole_tokens(request: Request, known: Tokens) -> Tokens:
+    """Return all tokens of a request, of which the first are `known`."""
+    more = request._all_token_ids[known.size :]
+    return np.append(known, np.array(more, dtype=np.int32)) if more else known

@@ -58,7 +58,7 @@ class WatchedPool(BlockPool):
 
 def watch(pool: BlockPool, directory: GroupDirectory) -> BlockEntries:
     """Enter the full blocks of this pool from now on; vLLM has made the pool itself."""
-    entries = BlockEntries(directory)
+    entries = BlockEntries(directory, lambda block: pool.blocks[block].ref_cnt > 0)
     pool.__class__ = WatchedPool
     pool.entries = entries
     return entries
