@@ -9,9 +9,12 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from tests.harness.vllm.mode_schedulers import (
     BLOCK,
+    PAGES,
     PROMPT,
+    WIDTH,
     finish,
     fresh,
     ids,
@@ -177,6 +180,28 @@ def test_an_asynchronous_scheduler_says_that_no_step_may_follow(
     assert [*seen, made.may_be_void] == [True, False]
     assert step(made) == {"a": len(PROMPT) - BLOCK}
     assert made.requests["a"].output_token_ids[:] == [7]
+
+
+def test_a_void_block_keeps_no_other_task_out_of_the_directory(
+    base: VllmConfig, hasher: Any, source: Source
+) -> None:
+    made = scheduler_of(base, 1, 2, 3, 4, kind=AsyncModeScheduler)
+    made.use_connector(BlockConnector(made, (source,)))
+    shape = DirectoryShape((0,), PAGES, WIDTH)
+    directory = GroupDirectory(memoryview(bytearray(shape.num_bytes)), shape)
+    directory.begin(1, [1])
+    directory.keep(0, 1, None)
+    made.use_directory(directory)
+    source.void = {2}
+    made.add_task(fresh("a", PROMPT, hasher), [])
+    made.add_task(fresh("b", [5] * len(PROMPT), hasher), [])
+    plan = made.plan_step(lambda: None)
+    void = ids(made, "a")[1]
+    source.is_empty = True
+    finish(made, plan)
+    entered = set(directory.entries()[0])
+    assert entered.issuperset(ids(made, "b")[:2])
+    assert void not in entered
 
 
 def test_a_plan_of_copies_alone_is_sent(base: VllmConfig) -> None:

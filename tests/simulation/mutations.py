@@ -333,7 +333,7 @@ def _is_always_there(self: LostKV, place: int, tag: int) -> bool:
 
 
 OF_PIPELINES: dict[str, tuple[Patch, ...]] = {
-    "groups are left with planned steps": ((Steps, "has_planned", False),),
+    "groups are left with planned steps": ((Steps, "must_end", False),),
     "only the oldest planned step is finished": ((Steps, "finish_inflight", _finishes_the_oldest),),
     "planned steps outlive their formation": ((Steps, "drop", _drops_only_what_is_launched),),
     "pp and tp of the same ranks have one lease": (

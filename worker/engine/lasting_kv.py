@@ -67,7 +67,8 @@ class LastingKV:
         """Return the rank's own memory, (num_bytes,) int8 and all zeros.
 
         A collective of the ranks that start together. Raises `CellMemoryError` if the predecessor
-        had memory of another size, which others map, or if only some ranks have memory that lasts.
+        had memory of another size, which others map, if it cannot be taken over, or if only some
+        ranks can have memory that lasts.
         """
         known = self._bytes_of(self.rank)
         if known and known != num_bytes:
@@ -80,9 +81,12 @@ class LastingKV:
         reasons = gather_all(reason, self.cpu_group)
         if isinstance(found, torch.Tensor) and not any(reasons.values()):
             return found
-        if not all(reasons.values()):
-            raise CellMemoryError(f"only some ranks have KV memory: {refusal_of(reasons)}")
-        # Others may have mapped what the rank had: it never makes any again.
+        if known or not all(reasons.values()):
+            # Others may have mapped what a rank had, and would read that.
+            raise CellMemoryError(
+                f"not all KV memory outlives its process ({refusal_of(reasons)}): restart all "
+                "ranks (`aileron renew`)."
+            )
         self.lasting.handles.put(kv_name(self.rank), b"0", [])
         advice = "the tasks of a lost rank are computed again"
         log.warning("kv_ends_with_its_process", reason=str(reason), advice=advice)
@@ -91,7 +95,7 @@ class LastingKV:
     def _make(self, num_bytes: int) -> torch.Tensor:
         """Make memory for the rank's first process."""
         if self._bytes_of(self.rank) is not None:
-            raise PeerMappingError("a process of the rank before has had none.")
+            raise PeerMappingError("the processes before this one have had none.")
         own, file = self.calls.allocate(num_bytes, self.device)
         self.lasting.handles.put(kv_name(self.rank), str(num_bytes).encode(), [file])
         os.close(file)

@@ -360,7 +360,7 @@ class RankCore:
     def _leave(self, move: Leave) -> Procedure[None]:
         if move.is_leader:
             # Tasks that keep their KV are parked in their state after the in-flight step.
-            if move.group_lost or move.carry not in KEEPING or self._steps.has_planned:
+            if move.group_lost or move.carry not in KEEPING or self._steps.must_end:
                 yield from self._guarded(FinishStep())
         else:
             while (yield from self._follow(0.0)):

@@ -150,6 +150,16 @@ class Steps:
         return bool(self._planned)
 
     @property
+    def must_end(self) -> bool:
+        """Whether steps in flight must end before their group is left.
+
+        Those that other stages of the led pipeline group compute, and one whose loads may be void:
+        what becomes of its tasks is known when it is over.
+        """
+        scheduler = self._inflight.mode.scheduler if self._inflight is not None else None
+        return self.has_planned or (scheduler is not None and scheduler.may_be_void)
+
+    @property
     def has_detached_step(self) -> bool:
         """Whether a detached step is in flight."""
         inflight = self._inflight

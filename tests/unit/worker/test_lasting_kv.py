@@ -127,23 +127,20 @@ def test_without_such_memory_kv_ends_with_its_process(lasting: LastingMemory) ->
     assert not lasting_bytes(lasting, Rank(0))
 
 
-def test_a_rank_whose_memory_ended_with_it_makes_none_that_others_do_not_map(
-    lasting: LastingMemory,
-) -> None:
-    """A survivor has mapped the memory of the first process, and would read that."""
-    survivor, first = kv_of(lasting, 0), kv_of(lasting, 1)
-    survivor.take(NUM_BYTES)
-    first.take(NUM_BYTES)
-    reader = opened(survivor)
-    lead_alone(opened(first), 1, incarnation=7)
-    second = kv_of(lasting, 1, map=refused)
-    second.take(NUM_BYTES)
-    assert second.open_lost() is None
-    third = kv_of(lasting, 1)
-    third.take(NUM_BYTES)
-    assert third.open_lost() is None
-    assert not lasting_bytes(lasting, Rank(1))
-    assert found_by(reader, {Rank(0): 1}) is not None, "of the first process, whose memory it maps"
+def test_ranks_without_such_memory_make_none_later(lasting: LastingMemory) -> None:
+    for _ in range(2):
+        kv_of(lasting, 0, allocate=refused).take(NUM_BYTES)
+    later = kv_of(lasting, 0)
+    assert not later.take(NUM_BYTES).any()
+    assert later.open_lost() is None
+
+
+def test_memory_that_cannot_be_taken_over_is_not_replaced(lasting: LastingMemory) -> None:
+    """Survivors have mapped it, and would read it instead of the new one."""
+    kv_of(lasting, 1).take(NUM_BYTES)
+    with pytest.raises(CellMemoryError, match=r"no peer access.*aileron renew"):
+        kv_of(lasting, 1, map=refused).take(NUM_BYTES)
+    assert lasting_bytes(lasting, Rank(1)) == NUM_BYTES
 
 
 def test_ranks_of_which_only_some_have_such_memory_do_not_start(
@@ -151,7 +148,7 @@ def test_ranks_of_which_only_some_have_such_memory_do_not_start(
 ) -> None:
     error = PeerMappingError("no room.")
     monkeypatch.setattr(lasting_kv, "gather_all", lambda own, _: {0: own, 1: error})
-    with pytest.raises(CellMemoryError, match="only some ranks have KV memory: rank 1: no room"):
+    with pytest.raises(CellMemoryError, match="rank 1: no room"):
         kv_of(lasting, 0).take(NUM_BYTES)
     monkeypatch.setattr(lasting_kv, "gather_all", lambda own, _: {0: own, 1: None})
     with pytest.raises(CellMemoryError, match="rank 0: no peer access"):

@@ -60,6 +60,21 @@ def test_no_step_is_planned_beside_one_whose_loads_may_be_void(
     assert planned == [1 if may_be_void else 0], "tokens of the step before have been pushed"
 
 
+@pytest.mark.parametrize("may_be_void", [False, True])
+def test_a_step_whose_loads_may_be_void_ends_before_its_group_is_left(
+    monkeypatch: pytest.MonkeyPatch, may_be_void: bool
+) -> None:
+    """What is published of its tasks would count what they have loaded."""
+    stage = Stage()
+    scheduler = scheduler_of(stage.dp)
+    assert not stage.steps.must_end
+    stage.step(DP, 3)
+    monkeypatch.setattr(type(scheduler), "may_be_void", property(lambda _: may_be_void))
+    assert stage.steps.must_end is may_be_void
+    stage.steps.finish_inflight()
+    assert not stage.steps.must_end
+
+
 def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
     stage = Stage(tokens=1)
     stage.leave_in_mid_step()

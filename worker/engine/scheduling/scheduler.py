@@ -218,7 +218,7 @@ class ModeScheduler(Scheduler):
         if self.blocks is not None and copies is not None:
             void = self.blocks.step_is_over(copies)
         if void:
-            result = self._without_void(void, result)
+            result, void = self._without_void(result, void)
         of_step: AbstractContextManager[None] = nullcontext()
         if self.entries is not None:
             of_step = self.entries.of_finished_step(plan.output, is_void=bool(void))
@@ -232,9 +232,11 @@ class ModeScheduler(Scheduler):
         del self._unregistered[:REGISTERED_PER_STEP]
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
-    def _without_void(self, void: set[int], result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Return a step's result without what has read void blocks."""
-        return with_void_blocks(result, void)
+    def _without_void(
+        self, result: ModelRunnerOutput, void: set[int]
+    ) -> tuple[ModelRunnerOutput, set[int]]:
+        """Return a step's result without what has read void blocks, and those that tasks have."""
+        return with_void_blocks(result, void), void
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
@@ -487,6 +489,8 @@ class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
 
     ahead_max = AHEAD_MAX
 
-    def _without_void(self, void: set[int], result: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _without_void(
+        self, result: ModelRunnerOutput, void: set[int]
+    ) -> tuple[ModelRunnerOutput, set[int]]:
         preempt_readers(self, void)
-        return result
+        return result, set()
