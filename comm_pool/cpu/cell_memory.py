@@ -142,13 +142,21 @@ def cell_memory(
         measurements_name,
     )
     of_ranks = (name(rank) for name in of_rank for rank in range(world))
-    alone = ((rank,) for rank in range(world))
-    keys = (lease_key(ranks, each.pp) for ranks, each in _staged(aligned, pipelines))
-    directories = (directory_name(key) for key in (*alone, *aligned, *keys))
+    directories = directory_names(world, widths, pipelines)
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     queues = (queue_name(ranks) for ranks in aligned)
     links = link_names(world, widths, pipelines)
     return CellMemory((*of_ranks, *directories, *planes, *queues, *links))
+
+
+def directory_names(
+    world: int, widths: Collection[int], pipelines: Collection[Staged]
+) -> tuple[str, ...]:
+    """Name the memory of the block directories of all groups."""
+    aligned = communicator_plan(world, widths)
+    alone = ((rank,) for rank in range(world))
+    keys = (lease_key(ranks, each.pp) for ranks, each in _staged(aligned, pipelines))
+    return tuple(directory_name(key) for key in (*alone, *aligned, *keys))
 
 
 def link_names(

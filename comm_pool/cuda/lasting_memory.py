@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from comm_pool.cpu.cell_memory import CellMemory, directory_name, kv_name
-from comm_pool.layout import Rank, lease_key
+from comm_pool.cpu.cell_memory import CellMemory, directory_names, kv_name
 from comm_pool.mixed import Staged
 from comm_pool.plan import communicator_plan
 
@@ -102,16 +101,8 @@ def lasting_memory(
     world: int, widths: Collection[int], pipelines: Collection[Staged]
 ) -> LastingMemory:
     """Make what outlives the ranks of a cell, with all groups that they may form."""
-    aligned = communicator_plan(world, widths)
-    alone = ((Rank(rank),) for rank in range(world))
-    staged = (
-        lease_key(ranks, each.pp)
-        for each in set(pipelines)
-        for ranks in aligned
-        if len(ranks) == each.width
-    )
-    names = {directory_name(key) for key in (*alone, *aligned, *staged)}
-    plain = {(1, len(ranks)) for ranks in aligned}
+    plain = {(1, len(ranks)) for ranks in communicator_plan(world, widths)}
     splits = {(1, 1), *plain, *((each.pp, each.tp) for each in pipelines)}
     handles = MemoryHandles([kv_name(each) for each in range(world)])
-    return LastingMemory(handles, CellMemory(names), tuple(sorted(splits)))
+    directories = CellMemory(directory_names(world, widths, pipelines))
+    return LastingMemory(handles, directories, tuple(sorted(splits)))

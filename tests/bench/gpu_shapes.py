@@ -11,44 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B
 from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Of aileron and, on equal terms, of static vLLM: full CUDA graphs for decode, no torch.compile."""
 
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 _LLAMA_70B: dict[str, Any] = {
-    **_LLAMA,
+    **LLAMA,
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "llama-3-8b": LLAMA_8B,
     "qwen3-32b": {
-        **_LLAMA,
+        **LLAMA,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "rms_norm_eps": 1e-6,

@@ -9,15 +9,12 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 
-from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from tests.harness.vllm.mode_schedulers import (
     BLOCK,
     PAGES,
-    WIDTH,
-    base_config,
+    directory_of,
     finish,
     fresh,
-    hasher_of,
     ids,
     sampling,
     scheduler_of,
@@ -25,27 +22,7 @@ from tests.harness.vllm.mode_schedulers import (
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 
-FORMATION = 3
 PROMPT_TOKENS = (30, 45, 64)
-
-
-@pytest.fixture(scope="module")
-def base() -> VllmConfig:
-    return base_config()
-
-
-@pytest.fixture(scope="module")
-def hasher(base: VllmConfig) -> Any:
-    return hasher_of(base)
-
-
-def directory_for(scheduler: ModeScheduler) -> GroupDirectory:
-    shape = DirectoryShape((0,), PAGES, WIDTH)
-    directory = GroupDirectory(memoryview(bytearray(shape.num_bytes)), shape)
-    directory.begin(FORMATION, [1])
-    directory.keep(0, FORMATION, None)
-    scheduler.use_directory(directory)
-    return directory
 
 
 @pytest.mark.parametrize(("kind", "ahead"), [(ModeScheduler, 0), (AsyncModeScheduler, 1)])
@@ -53,7 +30,7 @@ def test_all_full_blocks_of_sent_tokens_are_entered(
     base: VllmConfig, hasher: Any, kind: type[ModeScheduler], ahead: int
 ) -> None:
     scheduler = scheduler_of(base, *range(1, PAGES), kind=kind)
-    directory = directory_for(scheduler)
+    directory = directory_of(scheduler)
     for number, count in enumerate(PROMPT_TOKENS):
         prompt = [100 * number + each for each in range(count)]
         scheduler.add_task(fresh(f"task-{number}", prompt, hasher), [])

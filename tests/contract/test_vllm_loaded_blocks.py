@@ -9,12 +9,10 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 
-from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from tests.harness.vllm.mode_schedulers import (
     BLOCK,
-    PAGES,
     PROMPT,
-    WIDTH,
+    directory_of,
     finish,
     fresh,
     ids,
@@ -187,11 +185,7 @@ def test_a_void_block_keeps_no_other_task_out_of_the_directory(
 ) -> None:
     made = scheduler_of(base, 1, 2, 3, 4, kind=AsyncModeScheduler)
     made.use_connector(BlockConnector(made, (source,)))
-    shape = DirectoryShape((0,), PAGES, WIDTH)
-    directory = GroupDirectory(memoryview(bytearray(shape.num_bytes)), shape)
-    directory.begin(1, [1])
-    directory.keep(0, 1, None)
-    made.use_directory(directory)
+    directory = directory_of(made)
     source.void = {2}
     made.add_task(fresh("a", PROMPT, hasher), [])
     made.add_task(fresh("b", [5] * len(PROMPT), hasher), [])

@@ -28,6 +28,7 @@ from tests.harness.cells.lost_ranks import (
     tell_pauses,
     until,
 )
+from tests.harness.vllm.known_shapes import LLAMA_8B
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,26 +36,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
 STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 2_000, 600
 BLOCK_TOKENS = 16
 HOST_GIB = 40.0
@@ -67,11 +48,11 @@ ENGINE = (
 )
 
 
-def write_model(folder: Path, **changes: int) -> Path:
-    """Write the shape of a model of 8B, or one with these changes."""
+def write_model(folder: Path) -> Path:
+    """Write the shape of a model of 8B."""
     model = folder / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA_8B | changes))
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
     return model
 
 

@@ -70,7 +70,7 @@ class LastingKV:
         had memory of another size, which others map, if it cannot be taken over, or if only some
         ranks can have memory that lasts.
         """
-        known = self._bytes_of(self.rank)
+        known = lasting_bytes(self.lasting, self.rank)
         if known and known != num_bytes:
             raise CellMemoryError(
                 f"rank {self.rank} had {known} bytes of KV memory, and would have {num_bytes} now: "
@@ -94,7 +94,7 @@ class LastingKV:
 
     def _make(self, num_bytes: int) -> torch.Tensor:
         """Make memory for the rank's first process."""
-        if self._bytes_of(self.rank) is not None:
+        if lasting_bytes(self.lasting, self.rank) is not None:
             raise PeerMappingError("the processes before this one have had none.")
         own, file = self.calls.allocate(num_bytes, self.device)
         self.lasting.handles.put(kv_name(self.rank), str(num_bytes).encode(), [file])
@@ -155,13 +155,10 @@ class LastingKV:
         """Map the directories, of one size on all ranks, and give up what a predecessor had."""
         if self._directories:
             return
-        most = max(self._bytes_of(Rank(each)) or 0 for each in range(self.ranks))
+        most = max(lasting_bytes(self.lasting, Rank(each)) or 0 for each in range(self.ranks))
         pages, of_cell = most // self.geometry.page_bytes, (self.rank, self.ranks)
         memory = self.lasting.directories
         self._directories = open_directories(memory, *of_cell, pages, self.geometry, self._splits)
-
-    def _bytes_of(self, rank: Rank) -> int | None:
-        return lasting_bytes(self.lasting, rank)
 
     def _map(self, rank: Rank) -> torch.Tensor:
         """Map a rank's memory, once; raises `PeerMappingError`."""

@@ -20,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from comm_pool.layout import Mode
 from coordinator.protocol.config import check_config
 from kvadaptor.geometry import Split
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory
 from kvadaptor.views import LAYOUT, KVBuffer
 from tests.harness.cells.servers import MODEL
 from worker.engine.config import ModeKey, mode_config, replica_config
@@ -75,6 +76,16 @@ def scheduler_of(
     if indices:
         made.grant(np.array(indices))
     return made
+
+
+def directory_of(scheduler: ModeScheduler) -> GroupDirectory:
+    """A directory into which the scheduler enters its full blocks from now on."""
+    shape = DirectoryShape((0,), PAGES, WIDTH)
+    directory = GroupDirectory(memoryview(bytearray(shape.num_bytes)), shape)
+    directory.begin(1, [1])
+    directory.keep(0, 1, None)
+    scheduler.use_directory(directory)
+    return directory
 
 
 def fresh(name: str, prompt: list[int], hasher: Any, salt: str | None = None) -> Request:

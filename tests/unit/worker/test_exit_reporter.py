@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -111,28 +112,16 @@ def child_holding(lives: LifeLocks, rank: Rank, *, releases: bool = False) -> in
     return pid
 
 
-async def test_a_rank_whose_end_has_begun_is_reported_before_the_launcher_knows(
-    coordinator: Coordinator,
-) -> None:
+@asynccontextmanager
+async def two_ranks(coordinator: Coordinator) -> AsyncIterator[tuple[ExitPipe, list[int]]]:
+    """An exit reporter that watches two processes, whose ends nobody awaits in the block."""
     lives, pipe = LifeLocks(2), ExitPipe()
     pids = [child_holding(lives, rank) for rank in (Rank(0), Rank(1))]
     target = f"127.0.0.1:{coordinator.port}"
     running = asyncio.create_task(
         _ExitReporter(target, TOKEN, pipe.reader, lambda _: None, lives).run()
     )
-    pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST, (Rank(1),)))
-    while (said := await coordinator.next()).ended != ((1, 6),):
-        assert not said.ended
-    os.kill(pids[1], signal.SIGKILL)  # Nobody waits for it: it stays a zombie.
-    said = await coordinator.next()
-    assert said.ended == ((1, 7),)
-    assert said.without_fault == ()
-    pipe.send(ProcessStatus(((Rank(1), 7),), NEWEST, (), (Rank(0),)))
-    os.kill(pids[0], signal.SIGKILL)
-    while len((said := await coordinator.next()).ended) < 2:
-        pass
-    assert said.ended == ((0, 4), (1, 7))
-    assert said.without_fault == (0,), "the launcher had said that it ends it"
+    yield pipe, pids
     os.close(pipe.writer)
     await coordinator.stop()
     async with asyncio.timeout(LIMIT_S):
@@ -140,6 +129,25 @@ async def test_a_rank_whose_end_has_begun_is_reported_before_the_launcher_knows(
     os.close(pipe.reader)
     for pid in pids:
         os.waitpid(pid, 0)
+
+
+async def test_a_rank_whose_end_has_begun_is_reported_before_the_launcher_knows(
+    coordinator: Coordinator,
+) -> None:
+    async with two_ranks(coordinator) as (pipe, pids):
+        pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST, (Rank(1),)))
+        while (said := await coordinator.next()).ended != ((1, 6),):
+            assert not said.ended
+        os.kill(pids[1], signal.SIGKILL)  # Nobody waits for it: it stays a zombie.
+        said = await coordinator.next()
+        assert said.ended == ((1, 7),)
+        assert said.without_fault == ()
+        pipe.send(ProcessStatus(((Rank(1), 7),), NEWEST, (), (Rank(0),)))
+        os.kill(pids[0], signal.SIGKILL)
+        while len((said := await coordinator.next()).ended) < 2:
+            pass
+        assert said.ended == ((0, 4), (1, 7))
+        assert said.without_fault == (0,), "the launcher had said that it ends it"
 
 
 def test_a_process_that_ends_as_asked_to_is_not_seen_to_end() -> None:
@@ -160,25 +168,13 @@ def test_a_process_that_ends_as_asked_to_is_not_seen_to_end() -> None:
 
 async def test_who_falls_with_a_peer_that_ends_is_not_at_fault(coordinator: Coordinator) -> None:
     """The launcher hears of the first one only when its memory is free."""
-    lives, pipe = LifeLocks(2), ExitPipe()
-    pids = [child_holding(lives, rank) for rank in (Rank(0), Rank(1))]
-    target = f"127.0.0.1:{coordinator.port}"
-    running = asyncio.create_task(
-        _ExitReporter(target, TOKEN, pipe.reader, lambda _: None, lives).run()
-    )
-    pipe.send(ProcessStatus(newest=NEWEST, block=2))
-    os.kill(pids[1], signal.SIGKILL)
-    while not (said := await coordinator.next()).ended:
-        pass
-    assert (said.ended, said.without_fault) == (((1, 7),), ())
-    os.kill(pids[0], signal.SIGKILL)
-    while len((said := await coordinator.next()).ended) < 2:
-        pass
-    assert said.without_fault == (0,)
-    os.close(pipe.writer)
-    await coordinator.stop()
-    async with asyncio.timeout(LIMIT_S):
-        await running
-    os.close(pipe.reader)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    async with two_ranks(coordinator) as (pipe, pids):
+        pipe.send(ProcessStatus(newest=NEWEST, block=2))
+        os.kill(pids[1], signal.SIGKILL)
+        while not (said := await coordinator.next()).ended:
+            pass
+        assert (said.ended, said.without_fault) == (((1, 7),), ())
+        os.kill(pids[0], signal.SIGKILL)
+        while len((said := await coordinator.next()).ended) < 2:
+            pass
+        assert said.without_fault == (0,)

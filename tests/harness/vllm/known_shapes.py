@@ -1,0 +1,27 @@
+"""What config.json of known models says of their shapes."""
+
+from typing import Any
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+LLAMA_8B: dict[str, Any] = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
