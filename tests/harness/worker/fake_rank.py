@@ -9,6 +9,7 @@ from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.fake_engine import FakeCell, FakeEngine
 from tests.harness.worker.fake_scheduler import fake_payload
+from tests.harness.worker.virtual_host import VirtualHost
 from worker.rank.runtime import GroupRuntime
 
 PROMPT = tuple(range(40))
@@ -32,7 +33,8 @@ class FakeRank:
         self.streams: dict[str, list[int]] = {} if streams is None else streams
         self.pushed: list[tuple[int, list[str]]] = []
         """(epoch, tasks) of each batch."""
-        self.runtime = GroupRuntime(self.engine, 1, self)
+        # A limit in seconds ends nothing because the machine that runs the tests was slow.
+        self.runtime = GroupRuntime(self.engine, 1, self, VirtualHost())
 
     def push(self, _reply_to: str, batch: TokenBatch, outputs: Sequence[Any]) -> None:
         """See `TokenSink`; a stream has no gap and no token twice."""
