@@ -200,6 +200,51 @@ def test_tasks_that_go_on_elsewhere_hold_nothing_at_once(base: VllmConfig, hashe
     assert step(scheduler) == {"a": 80}, "its old self and what it had cached are forgotten"
 
 
+def hashed_blocks(scheduler: ModeScheduler) -> set[int]:
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    return {number for number, each in enumerate(blocks) if each.block_hash}
+
+
+def test_what_a_switch_puts_off_is_done_bit_by_bit(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2, 3), scheduler_of(base)
+    prompts = {name: [*PROMPT[:40], ord(name)] for name in "abc"}
+    for name, prompt in prompts.items():
+        old.add_task(fresh(name, prompt, hasher), [])
+        step(old)
+    states = states_of(old)
+    tasks = [
+        (restored(name, prompt, states[name], hasher), np.array([8 + 2 * place, 9 + 2 * place]))
+        for place, (name, prompt) in enumerate(prompts.items())
+    ]
+    old.leave_to_others(prompts)
+    assert old.withdraw().size == 0
+    left = []
+    while not old.tidy(1):
+        left.append(len(old.requests))
+    assert left == [2, 1]
+    assert not old.requests
+
+    new.adopt(tasks, [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    finish(new, new.plan_step(lambda: None), tidies=False)
+    assert not hashed_blocks(new), "nobody waits for that"
+    assert [new.tidy(1) for _ in prompts] == [False, False, True]
+    assert hashed_blocks(new) == {8, 10, 12}
+
+
+def test_a_group_begins_with_nothing_put_off(base: VllmConfig, hasher: Any) -> None:
+    scheduler = scheduler_of(base, 1, 2)
+    for name in "abc":
+        scheduler.add_task(fresh(name, [*PROMPT[:40], ord(name)], hasher), [])
+        step(scheduler)
+    scheduler.leave_to_others("abc")
+    scheduler.withdraw()
+    assert not scheduler.tidy(1)
+    scheduler.grant(np.array([1, 2]))
+    assert not scheduler.requests
+    assert scheduler.tidy(0)
+
+
 def chain(scheduler: ModeScheduler, name: str, prompt: list[int], hasher: Any) -> CachedChain:
     """Serve a request to its end; returns what is cached of it."""
     scheduler.add_task(fresh(name, prompt, hasher), [])

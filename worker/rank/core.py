@@ -221,7 +221,7 @@ class RankCore:
             except STEP_ERRORS as error:
                 yield from self._abort(error)
                 self._reports.has_news = True
-            runtime.tidy()
+            runtime.tidy_some()
             has_worked = True
         else:
             if last is not None and not isinstance(last, Serve) and self._is_report_due:
@@ -423,7 +423,7 @@ class RankCore:
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
         if message is not None and self._steps.count > steps:
-            self.runtime.tidy()
+            self.runtime.tidy_some()
             self._reports.has_news |= self._clock.stepped(self._steps.started_ns, None)
         return message is not None
 

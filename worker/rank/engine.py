@@ -224,10 +224,13 @@ class EngineScheduler(Protocol):
         """Remove tasks, free their blocks and return the tokens that each has generated."""
 
     def leave_to_others(self, request_ids: Iterable[str]) -> None:
-        """Forget tasks that continue elsewhere; the next `tidy` frees their blocks."""
+        """Forget tasks that continue elsewhere; `tidy` frees their blocks, and so does `grant`."""
 
-    def tidy(self) -> None:
-        """Free the rest of tasks that have gone."""
+    def tidy(self, most: int | None = None) -> bool:
+        """Free the rest of tasks that have gone, and finish what is put off for those adopted.
+
+        For at most this many of either. Returns whether none is left.
+        """
 
     # -- migration
 

@@ -37,6 +37,9 @@ from worker.rank.steps import Steps, TokenSink
 
 log = structlog.get_logger()
 
+TIDY_TASKS = 8
+"""Tasks of each group tidied after a step: all of them at once would delay the first new tokens."""
+
 
 class GroupRuntime:
     """This rank's role in the groups it belongs to; at most one of them is selected."""
@@ -260,11 +263,19 @@ class GroupRuntime:
         self.engine.give_host_pages()
 
     def tidy(self) -> None:
-        """Do the work that a switch has put off."""
+        """Do all work that a switch has put off: there is no step to lead or to follow."""
+        self._tidy(None)
         self._collector.resume()
-        for mode in self.engine.modes.values():
-            if mode.scheduler is not None:
-                mode.scheduler.tidy()
+
+    def tidy_some(self) -> None:
+        """Do a part of that work after a step, and the rest after others."""
+        if self._tidy(TIDY_TASKS):
+            self._collector.resume_soon()
+
+    def _tidy(self, most: int | None) -> bool:
+        schedulers = (mode.scheduler for mode in self.engine.modes.values())
+        are_done = [each.tidy(most) for each in schedulers if each is not None]
+        return all(are_done)
 
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = False

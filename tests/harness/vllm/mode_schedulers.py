@@ -106,7 +106,12 @@ def sampling(scheduler: ModeScheduler, plan: StepPlan) -> set[str]:
 
 
 def finish(
-    scheduler: ModeScheduler, plan: StepPlan, token: int = 7, samples: set[str] | None = None
+    scheduler: ModeScheduler,
+    plan: StepPlan,
+    token: int = 7,
+    samples: set[str] | None = None,
+    *,
+    tidies: bool = True,
 ) -> dict[str, int]:
     """Let a step that is under way end; without `samples` it was planned last."""
     names = list(plan.output.num_scheduled_tokens)
@@ -121,6 +126,8 @@ def finish(
         pooler_output=[],
     )
     scheduler.finish_step(plan, result)
+    if tidies:
+        scheduler.tidy()
     return dict(plan.output.num_scheduled_tokens)
 
 

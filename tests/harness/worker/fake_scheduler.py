@@ -316,7 +316,6 @@ class FakeScheduler:
 
     def plan_step(self) -> FakePlan:
         """Schedule one step."""
-        self.tidy()
         room, parts = self.tokens_per_step_max, list[Part]()
         waits = self._waiting_decodes()
         for request in list(self.running):
@@ -434,10 +433,11 @@ class FakeScheduler:
     def leave_to_others(self, request_ids: Iterable[str]) -> None:
         self._gone.update(name for name in request_ids if name in self.requests)
 
-    def tidy(self) -> None:
+    def tidy(self, most: int | None = None) -> bool:
         # Not in the order of the set, which differs from process to process: blocks become free.
-        for name in [name for name in self.requests if name in self._gone]:
+        for name in [name for name in self.requests if name in self._gone][:most]:
             self._remove(name)
+        return not self._gone
 
     # ------------------------------------------------------------------ migration
 

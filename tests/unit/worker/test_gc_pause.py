@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.worker.virtual_host import VirtualHost
-from worker.io.gc_pause import PAUSE_MAX_S, GcPause
+from worker.io.gc_pause import PAUSE_MAX_S, PAUSE_MIN_S, GcPause
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,17 @@ def test_a_switch_that_does_not_end_is_collected_in() -> None:
     assert not gc.isenabled()
     host.sleep(PAUSE_MAX_S + 1)
     collector.look()
+    assert gc.isenabled()
+
+
+def test_steps_end_a_pause_only_after_a_while() -> None:
+    host = VirtualHost()
+    collector = GcPause(host)
+    collector.pause()
+    collector.resume_soon()
+    assert not gc.isenabled()
+    host.sleep(PAUSE_MIN_S)
+    collector.resume_soon()
     assert gc.isenabled()
 
 

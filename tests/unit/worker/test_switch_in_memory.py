@@ -85,7 +85,7 @@ class Cell:
             if leader.runtime.has_work:
                 leader.step(self.epoch)
                 self.follow(binding)
-                leader.runtime.tidy()
+                leader.runtime.tidy_some()
 
     def settle(self) -> bool:
         """Let all devices end what they have; never another layout."""

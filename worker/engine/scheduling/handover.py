@@ -7,7 +7,7 @@ whose KV came from a connector: waiting, with computed tokens and its own blocks
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -163,6 +163,19 @@ def register_blocks(manager: KVCacheManager, request: Request) -> None:
         last += 1
     size = only.block_size
     manager.block_pool.cache_full_blocks(request, blocks, first, last, size, CACHE_GROUP)
+
+
+def register_some(
+    manager: KVCacheManager, come: list[Request], known: Mapping[str, Request], most: int | None
+) -> None:
+    """Register the blocks of the first of these requests, at most so many, and take them out.
+
+    Requests that are no longer `known` have ended.
+    """
+    for request in come[:most]:
+        if known.get(request.request_id) is request:
+            register_blocks(manager, request)
+    del come[:most]
 
 
 def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
