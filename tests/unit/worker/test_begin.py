@@ -1,19 +1,7 @@
 """What a rank waits for before anything is written to the pages of a group that begins."""
 
-import gc
-from collections.abc import Iterator
-
-import pytest
-
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.io.step_queue import Begin
-
-
-@pytest.fixture(autouse=True)
-def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its process, which is that of all tests."""
-    yield
-    gc.enable()
 
 
 def test_members_meet_behind_their_copies_before_pages_can_be_written() -> None:

@@ -1,8 +1,5 @@
 """What a rank does, event by event, over an engine in memory: what its core asks for, in order."""
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from comm_pool.formations import PeerLostError
@@ -41,13 +38,6 @@ from worker.rank.events import (
 
 TOKENS = 30
 MS = 1_000_000
-
-
-@pytest.fixture(autouse=True)
-def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its process, which is that of all tests."""
-    yield
-    gc.enable()
 
 
 def ended(rank: CoreRank) -> list[TaskEnded]:

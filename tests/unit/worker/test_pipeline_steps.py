@@ -1,8 +1,5 @@
 """Steps of a pipeline group: several are in flight, and none is when its members leave."""
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -24,13 +21,6 @@ from worker.rank.steps import PLANNED_MAX
 
 PIPELINES = (Staged(2, 1), Staged(4, 1))
 PAIR = binding_of(0, 2, 4, stages=2)
-
-
-@pytest.fixture(autouse=True)
-def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its process, which is that of all tests."""
-    yield
-    gc.enable()
 
 
 class Group:

@@ -1,99 +1,31 @@
 """Ranks copy KV while their groups serve: what their cores ask for, and what it comes to."""
 
-import gc
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Grant, Place, PreCopyOrder
+from coordinator.protocol.messages.rank import Place, PreCopyOrder
 from coordinator.protocol.terms import Carry, Phase, TaskId
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.core_cell import CoreCell, CoreRank, kinds
+from tests.harness.worker.early_cell import (
+    TOKENS,
+    busy,
+    check_streams,
+    copy_early,
+    finish_move,
+    scheduler_of,
+)
 from tests.harness.worker.fake_engine import FakeEngine
 from tests.harness.worker.fake_scheduler import (
     FakeIntake,
     FakeRequest,
-    FakeScheduler,
     fake_payload,
-    token_at,
 )
-from worker.rank.migration import plan_ahead
-from worker.rank.migration.manifest import MigrationPlan, TaskSnapshot, plan_move
+from worker.rank.migration.manifest import TaskSnapshot
 from worker.rank.task_state import RunningState
-
-TOKENS = 30
-
-
-@pytest.fixture(autouse=True)
-def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its process, which is that of all tests."""
-    yield
-    gc.enable()
-
-
-def busy(layout: str, groups: int) -> CoreCell:
-    """A cell with a task in each group, after some steps."""
-    cell = CoreCell(layout)
-    for group in range(groups):
-        cell.place_task(f"task-{group}", group, range(50 * group, 50 * group + 40), TOKENS)
-    cell.turn(4)
-    return cell
-
-
-def order_of(
-    cell: CoreCell, number: int = 1, pages: int = 20, *, drafts: bool = False
-) -> PreCopyOrder:
-    olds = {
-        each.participant.binding.group.ranks
-        for each in cell.ranks
-        if each.participant.binding is not None
-    }
-    return PreCopyOrder(number, tuple(Grant(ranks, pages) for ranks in sorted(olds)), drafts)
-
-
-def copy_early(cell: CoreCell, layout: str, number: int = 1, *, drafts: bool = False) -> None:
-    """Let all ranks copy in a round, and serve on."""
-    if number == 1:
-        cell.retarget(layout)
-    order = order_of(cell, number, drafts=drafts)
-    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order)
-
-    def is_over() -> bool:
-        found = [each.reports[-1].precopy for each in cell.ranks]
-        return all(each is not None and each.round == number for each in found)
-
-    cell.ask(wanted, ends=is_over)
-
-
-def finish_move(cell: CoreCell) -> None:
-    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
-    cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
-    assert not any(each.reports[-1].has_failed for each in cell.ranks)
-    cell.moved = cell.epoch
-    for phase in (Phase.SWAP, Phase.SERVE):
-        cell.ask(cell.wanted(phase, Carry.RESHARD))
-
-
-def check_streams(cell: CoreCell) -> None:
-    cell.turn(60)
-    for name, prompt in cell.prompts.items():
-        expected = [token_at(prompt, len(prompt) + number) for number in range(TOKENS)]
-        assert cell.streams[name] == expected
-    assert not any(each.returned for each in cell.ranks), "a task is computed again"
-    for each in cell.ranks:
-        each.engine.pages.integrity(full=True)
-
-
-def scheduler_of(rank: CoreRank) -> FakeScheduler:
-    binding = rank.participant.binding
-    assert binding is not None
-    scheduler = rank.engine.of_width(binding.group.width).scheduler
-    assert scheduler is not None
-    return scheduler
 
 
 def copied_blocks(rank: CoreRank) -> int:
@@ -296,87 +228,3 @@ def test_another_plan_forgets_what_was_built(built: list[str]) -> None:
     assert led is not None and "task-1" in built
     now = TaskSnapshot(led.header, led.attempt, led.emitted, led.payload, state)
     assert requests.take(1, now) is None
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Each plan that a rank made anew after its group was left."""
-    made: list[bool] = []
-
-    def noted(*given: Any) -> MigrationPlan:
-        made.append(True)
-        return plan_move(*given)
-
-    monkeypatch.setattr(plan_ahead, "plan_move", noted)
-    return made
-
-
-@pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
-def test_the_plan_of_the_switch_is_drafted_while_groups_serve(
-    old: str, groups: int, new: str, plans: list[bool]
-) -> None:
-    cell = busy(old, groups)
-    copy_early(cell, new)
-    copy_early(cell, new, 2, drafts=True)
-    assert len(plans) == 2
-    cell.turn(3)
-    finish_move(cell)
-    assert len(plans) == 2, "the drafts hold"
-    check_streams(cell)
-
-
-def test_a_task_that_has_ended_since_is_not_in_the_plan(plans: list[bool]) -> None:
-    cell = CoreCell("dp2")
-    cell.place_task("short", 0, range(40), 12)
-    cell.place_task("long", 1, range(50, 90), TOKENS)
-    cell.turn(3)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
-    assert len(cell.streams["short"]) < 12
-    cell.turn(8)
-    assert len(cell.streams.pop("short")) == 12
-    cell.prompts.pop("short")
-    finish_move(cell)
-    assert len(plans) == 2
-    check_streams(cell)
-
-
-def test_a_draft_holds_while_tasks_fill_blocks_that_they_had_in_advance(plans: list[bool]) -> None:
-    """A block has 32 tokens, and its prompt 52: the second is full after 12 more."""
-    cell = CoreCell("dp2")
-    for group in range(2):
-        cell.place_task(f"task-{group}", group, range(50 * group, 50 * group + 52), TOKENS)
-    cell.turn(2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
-    blocks = [scheduler_of(each).movable(0)[0][0].blocks.size for each in cell.ranks]
-    cell.turn(6)
-    assert blocks == [scheduler_of(each).movable(0)[0][0].blocks.size for each in cell.ranks]
-    finish_move(cell)
-    assert len(plans) == 2
-    check_streams(cell)
-
-
-def test_a_plan_is_made_anew_if_a_task_has_come(plans: list[bool]) -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
-    binding = cell.ranks[1].participant.binding
-    assert binding is not None
-    given, payload = header("new", max_tokens=TOKENS), fake_payload("new", (1, 2, 3), TOKENS)
-    cell.prompts["new"] = (1, 2, 3)
-    cell.ranks[1].hear(Place(given, 1, binding, payload))
-    cell.turn(2)
-    finish_move(cell)
-    assert len(plans) == 4
-    check_streams(cell)
-
-
-def test_a_draft_outlasts_its_switch_for_nobody(plans: list[bool]) -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
-    cell.retarget("tp2")
-    finish_move(cell)
-    assert len(plans) == 4
-    check_streams(cell)

@@ -4,9 +4,6 @@ An engine in memory fails a step whose KV is not there, so a wrong copy or a pag
 shows as a failed step.
 """
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 from coordinator.protocol.switch_actions import Resolve
@@ -18,13 +15,6 @@ from tests.harness.worker.fake_scheduler import token_at
 
 TOKENS = 30
 PAGES, MORE_PAGES = 65, 97
-
-
-@pytest.fixture(autouse=True)
-def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its process, which is that of all tests."""
-    yield
-    gc.enable()
 
 
 def last_step_of(rank: FakeRank) -> str:
