@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -49,9 +49,10 @@ def parent(fails: int = 0) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 def until_dead(pid: int) -> None:
     """Return when the process is dead, whether its parent knows it or not."""
     deadline = time.monotonic() + ENDS_WITHIN_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("fails", "code"), [(0, 0), (1, 2)])
