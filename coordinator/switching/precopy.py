@@ -44,6 +44,7 @@ class PreCopy:
         "_granted",
         "_roster",
         "_target",
+        "drafted",
         "order",
     )
 
@@ -51,6 +52,8 @@ class PreCopy:
         self._roster = roster
         self.order: PreCopyOrder | None = None
         """What changing groups are asked to copy; None: nothing."""
+        self.drafted = 0
+        """The round in which all ranks have drafted the plan of the switch; 0: there is none."""
         self._epoch = 0
         self._target = Target(())
         self._began_ms = 0
@@ -86,19 +89,20 @@ class PreCopy:
         return report is not None and report.running > 0 and not is_same
 
     def stop(self) -> None:
-        """Ask for no more: ranks leave their groups, or another layout is wanted."""
-        self.order = None
+        """Ask for no more: ranks have left their groups, or another layout is wanted."""
+        self.order, self.drafted = None, 0
 
     def look(self, now_ms: int) -> bool:
         """Begin the next round or end if it is time; return whether the order has changed."""
         order = self.order
         if order is None:
             return False
-        is_late = now_ms - self._began_ms >= LIMIT_MS
-        if not is_late and not self._hear(order.round):
+        is_late, are_done = now_ms - self._began_ms >= LIMIT_MS, self._hear(order.round)
+        if not (is_late or are_done):
             return False
         if is_late or order.drafts:
             self.order = None
+            self.drafted = order.round if order.drafts and are_done else 0
         else:
             is_last = order.round == ROUNDS_MAX or not self._is_worth_more()
             self._begin(order.round + 1, drafts=is_last)

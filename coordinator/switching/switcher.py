@@ -280,6 +280,7 @@ class Switcher:
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
             moved=self._moves.committed(report.stage.epoch),
             precopy=self._precopy.order if self.is_precopying else None,
+            drafted=self._precopy.drafted if stage.phase is Phase.PARK else 0,
         )
 
     def has_moved(self, epoch: int) -> bool:

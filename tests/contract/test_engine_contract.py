@@ -316,9 +316,9 @@ def test_a_task_is_published_as_it_will_be_after_the_step_in_flight(
     assert scheduler.written_blocks().tolist() == state.blocks[1:].tolist()
     bench.finish(plan, bench.mode.execute(plan))
     assert scheduler.written_blocks().size == 0
-    assert scheduler.tokens_since([state]) == {"a": wanted[1:2]}
+    assert scheduler.tokens_since({"a": state.count}) == {"a": wanted[1:2]}
     scheduler.take_back(["a"])
-    assert scheduler.tokens_since([state]) == {}
+    assert scheduler.tokens_since({"a": state.count}) == {}
 
 
 # ------------------------------------------------------------------------------ migration
@@ -357,7 +357,7 @@ def move(bench: EngineBench, fresh: Any, steps: int = 0) -> None:
     engine.mark()()
     stats, page_bytes = finish(), engine.kv.geometry.page_bytes
     assert (stats.link_bytes, stats.local_bytes) == (0, fresh.size * page_bytes)
-    request.go_on(scheduler.tokens_since([state])[state.task])
+    request.go_on(scheduler.tokens_since({state.task: state.count})[state.task])
     scheduler.leave_to_others([state.task])
     bench.park()
     scheduler.tidy()

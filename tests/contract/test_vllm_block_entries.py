@@ -52,3 +52,19 @@ def test_all_full_blocks_of_sent_tokens_are_entered(
             assert entered.issuperset(full), (name, request.num_tokens)
             seen += len(full)
     assert seen > 100
+
+
+@pytest.mark.parametrize("kind", [ModeScheduler, AsyncModeScheduler])
+def test_a_group_that_was_left_enters_nothing_more(
+    base: VllmConfig, hasher: Any, kind: type[ModeScheduler]
+) -> None:
+    """Its last step may end after that: the pages may be another group's by then."""
+    scheduler = scheduler_of(base, *range(1, PAGES), kind=kind)
+    directory = directory_of(scheduler)
+    scheduler.add_task(fresh("a", list(range(2 * BLOCK)), hasher), [])
+    plan = scheduler.plan_step(lambda: None)
+    samples = sampling(scheduler, plan)
+    scheduler.leave_to_others(["a"])
+    scheduler.withdraw()
+    finish(scheduler, plan, samples=samples, tidies=False)
+    assert not len(directory.entries()[0])

@@ -253,6 +253,21 @@ def chain(scheduler: ModeScheduler, name: str, prompt: list[int], hasher: Any) -
     return scheduler.movable(100)[1][0]
 
 
+def test_progress_says_nothing_of_chains_that_are_gone(base: VllmConfig, hasher: Any) -> None:
+    scheduler = scheduler_of(base, 1, 2, 3)
+    ended = chain(scheduler, "ended", PROMPT, hasher)
+    scheduler.add_task(fresh("a", [*range(40)], hasher), [])
+    step(scheduler)
+    state = states_of(scheduler)["a"]
+    step(scheduler)
+    found = scheduler.progress_since([state], [ended])
+    assert found is not None and found[0] is not None
+    assert found[0].tokens == [7]
+    forget_hashes(scheduler.kv_cache_manager.block_pool, ended.blocks.tolist()[-1:])
+    assert scheduler.progress_since([state], [ended]) is None
+    assert scheduler.progress_since([state], []) is not None
+
+
 def test_a_chain_is_known_by_the_salt_of_its_request(base: VllmConfig, hasher: Any) -> None:
     scheduler = scheduler_of(base, 1)
     tasks = {salt: fresh(f"s{salt}", PROMPT, hasher, salt) for salt in (None, "one", "two")}

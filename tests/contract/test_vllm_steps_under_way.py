@@ -38,9 +38,9 @@ def test_a_task_is_told_as_it_will_be_behind_the_step_under_way(
     assert len(written) < len(ids(old, "a"))
     finish(old, under_way, token=9)
     assert old.written_blocks().size == 0
-    assert old.tokens_since([state]) == {"a": [9]}
+    assert old.tokens_since({"a": state.count}) == {"a": [9]}
     moved = restored("a", PROMPT, state, hasher)
-    go_on(moved, old.tokens_since([state])["a"])
+    go_on(moved, old.tokens_since({"a": state.count})["a"])
     assert list(moved.output_token_ids) == [7, 9]
     assert moved.block_hashes == old.requests["a"].block_hashes
     new.adopt([(moved, np.array([9, 10, 11]))], [], np.array([2, 3]), np.array([]))
@@ -56,7 +56,7 @@ def test_a_chunk_of_a_prompt_brings_no_token(base: VllmConfig, hasher: Any) -> N
     assert (state.computed, state.settled) == (BUDGET, 0)
     assert old.written_blocks().tolist() == ids(old, "a")[: -(-BUDGET // BLOCK)]
     finish(old, under_way)
-    assert old.tokens_since([state]) == {"a": []}
+    assert old.tokens_since({"a": state.count}) == {"a": []}
 
 
 def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
@@ -75,7 +75,9 @@ def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
     finish(old, under_way)
     assert not old.frees_after_step
     assert not set(blocks[1:]) & set(old.held_blocks())
-    assert list(old.tokens_since(states)) == ["b"], "an ended task has no tokens here"
+    assert list(old.tokens_since({each.task: each.count for each in states})) == ["b"], (
+        "an ended task has no tokens here"
+    )
 
 
 def test_a_step_that_will_never_end_holds_no_blocks(base: VllmConfig, hasher: Any) -> None:

@@ -17,14 +17,16 @@ from tests.simulation.sim_scheduler import SimScheduler
 from tests.simulation.stats import Stats
 from tests.simulation.sweep import failure_of, world_of
 from worker.io.step_queue import SetAside
-from worker.rank.migration import draft_plan, early_copy, manifest
+from worker.rank.migration import draft_plan, early_copy, manifest, migration
 from worker.rank.migration.draft_plan import DraftPlan
 from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_requests import EarlyRequests
 from worker.rank.migration.manifest import Manifest, TaskSnapshot
+from worker.rank.migration.manifest_changes import ManifestChanges, changes_since
 from worker.rank.migration.precopy import PreCopy
+from worker.rank.task_state import RunningState, TaskProgress
 
-SEEDS = (2, 8, 10, 12, 15, 18, 20, 22, 30, 32, 36)
+SEEDS = (2, 8, 10, 12, 14, 15, 18, 20, 22, 30, 32, 36, 46)
 SEEDS_OF_A_BUG = 400
 
 
@@ -59,6 +61,21 @@ def test_some_drafts_hold_and_others_do_not() -> None:
             world_of(seed, PRECOPY).run()
     assert holds.count(True) > 4
     assert holds.count(False) > 4
+
+
+def test_some_ranks_publish_changes_and_others_all() -> None:
+    are_changes: list[bool] = []
+
+    def noted(*given: Any) -> ManifestChanges | None:
+        changes = changes_since(*given)
+        are_changes.append(changes is not None)
+        return changes
+
+    with patched([(migration, "changes_since", noted)]):
+        for seed in range(24):
+            world_of(seed, PRECOPY).run()
+    assert are_changes.count(True) > 4
+    assert are_changes.count(False) > 4
 
 
 _true_blocks = early_copy.true_blocks
@@ -111,6 +128,10 @@ def _stays_as_built(self: EarlyRequests, leader: int, cargo: TaskSnapshot) -> An
     return built and (built.request, built.tokens)
 
 
+def _stays_as_drafted(self: RunningState, _: TaskProgress) -> RunningState:
+    return self
+
+
 def _has_any_blocks(*_: Any) -> bool:
     """A draft holds, whatever blocks a task has by now."""
     return True
@@ -121,12 +142,14 @@ BUGS: dict[str, tuple[Patch, ...]] = {
     "pages are not kept from tasks": ((SimScheduler, "set_aside", _keeps_nothing_aside),),
     "a draft holds for any blocks": ((draft_plan, "_is_same", _has_any_blocks),),
     "a request stays as it was built": ((EarlyRequests, "take", _stays_as_built),),
+    "what tasks got since the draft is lost": ((RunningState, "later", _stays_as_drafted),),
 }
 FOUND_BY = {
     "copies count whatever becomes of the task": 8,
     "pages are not kept from tasks": 3,
     "a draft holds for any blocks": 15,
     "a request stays as it was built": 8,
+    "what tasks got since the draft is lost": 8,
 }
 """Seeds that are tried first."""
 

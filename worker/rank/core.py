@@ -386,7 +386,7 @@ class RankCore:
         match move:
             case Leave(directive=directive) if self.participant.is_moving:
                 # While the report travels, peers read here what they plan the migration from.
-                yield Publish(directive.stage.epoch)
+                yield Publish(directive.stage.epoch, directive.drafted)
             case Reshard(directive=directive):
                 self._moved_with = directive
             case Resolve():

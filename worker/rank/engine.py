@@ -25,7 +25,7 @@ from kvadaptor.transfer.rounds import Finish, Round
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.step_log import PlannedStep
 from worker.rank.step_times import StepTimes
-from worker.rank.task_state import Blocks, CachedChain, RunningState
+from worker.rank.task_state import Blocks, CachedChain, RunningState, TaskProgress
 from worker.spec import RankSpec
 
 Tokens = npt.NDArray[np.int32]
@@ -240,8 +240,17 @@ class EngineScheduler(Protocol):
     def written_blocks(self) -> Blocks:
         """Return the logical blocks that the in-flight step writes, also of ended tasks."""
 
-    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
-        """Return the tokens that these tasks got since publication; ended tasks are absent."""
+    def progress_since(
+        self, states: Sequence[RunningState], chains: Iterable[CachedChain]
+    ) -> list[TaskProgress | None] | None:
+        """Return what each task has got since then; None in its place: it has ended.
+
+        None for all: one has other blocks, another one could move, too, or a chain is not cached
+        any more.
+        """
+
+    def tokens_since(self, counts: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return the tokens after these counts of each task's; ended tasks are absent."""
 
     def adopt(
         self,

@@ -167,9 +167,13 @@ class Obey:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish this rank's manifest for the migration of this epoch."""
+    """Publish this rank's manifest for the migration of this epoch.
+
+    All ranks have drafted its plan in the round `drafted`; 0: they have not.
+    """
 
     epoch: int
+    drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ class RankLoop:
         match effect:
             case Leave():
                 runtime.leave(effect, self.core.participant.joined)
-            case Publish(epoch=epoch):
-                runtime.migration.publish(epoch)
+            case Publish(epoch=epoch, drafted=drafted):
+                runtime.migration.publish(epoch, drafted)
             case Join(binding=binding):
                 runtime.join(binding)
             case Serve(binding=binding, grant_pages=pages, retention=retention):

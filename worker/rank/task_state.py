@@ -6,7 +6,7 @@ Pure.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,11 +23,23 @@ _decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TaskProgress:
+    """What a task has got since a `RunningState` of it, while its blocks stayed the same."""
+
+    tokens: list[int]
+    hashes: list[bytes]
+    computed: int
+    settled: int
+    prefill_stats: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RunningState:
     """A running task; `blocks` (m,) hold its KV, or will after the in-flight step or later ones.
 
-    `computed` tokens have KV after that step, `settled` of them have it now. `generated` are the
-    `count` tokens as of now, encoded, because that is by far the quickest form to transfer.
+    `computed` tokens have KV after that step, `settled` of them have it now. `generated`, and those
+    `since`, are the `count` tokens as of now. Most are encoded, because that is by far the quickest
+    form to transfer.
     """
 
     task: str
@@ -40,10 +52,29 @@ class RunningState:
     prefill_stats: Any
     preemptions: int = 0
     """How often it has lost its blocks in this group: between two losses, full ones stay true."""
+    since: list[int] = field(default_factory=list)
 
-    def tokens(self) -> list[int]:
-        """Return the generated tokens."""
-        return _decode_tokens(self.generated)
+    def tokens(self, first: int = 0) -> list[int]:
+        """Return the generated tokens from this one on."""
+        known = self.count - len(self.since)
+        if first >= known:
+            return self.since[first - known :]
+        return _decode_tokens(self.generated)[first:] + self.since
+
+    def later(self, progress: TaskProgress) -> "RunningState":
+        """Return the state of the task with what it has got since."""
+        return RunningState(
+            self.task,
+            self.generated,
+            self.count + len(progress.tokens),
+            progress.computed,
+            progress.settled,
+            self.blocks,
+            self.hashes + progress.hashes,
+            progress.prefill_stats,
+            self.preemptions,
+            self.since + progress.tokens,
+        )
 
     def full_blocks(self, block_tokens: int, written: Blocks) -> Blocks:
         """Return the first blocks that are full, up to one that the in-flight step writes.

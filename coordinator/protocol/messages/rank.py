@@ -237,7 +237,8 @@ class Directive(Message, frozen=True):
     lease indices of unbound groups that members retain. `movers` are the parked ranks that copy KV
     in MOVE. `moved` is the last committed migration that this rank can have taken part in: if it
     took part in another one and reads a later stage, that one was not committed. While PARK has a
-    `precopy` order, groups that are not in the target serve.
+    `precopy` order, groups that are not in the target serve. After that `drafted` is the round in
+    which all ranks have drafted the plan, 0 if there is none.
     """
 
     incarnation: int
@@ -253,6 +254,7 @@ class Directive(Message, frozen=True):
     movers: tuple[Rank, ...] = ()
     moved: int = 0
     precopy: PreCopyOrder | None = None
+    drafted: int = 0
 
 
 class Place(Message, frozen=True):

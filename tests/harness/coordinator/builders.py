@@ -57,6 +57,7 @@ def directive(
     moved: int = 0,
     movers: Sequence[int] | None = None,
     precopy: PreCopyOrder | None = None,
+    drafted: int = 0,
 ) -> Directive:
     """What all ranks are told; all of them move, if not told otherwise."""
     incarnations = dict.fromkeys(wanted.layout.ranks, 1) | (members or {})
@@ -74,6 +75,7 @@ def directive(
         moved=moved,
         movers=tuple(map(Rank, movers)) if movers is not None else wanted.layout.ranks,
         precopy=precopy,
+        drafted=drafted,
     )
 
 

@@ -43,8 +43,14 @@ def copy_early(cell: CoreCell, layout: str, number: int = 1, *, drafts: bool = F
     cell.ask(wanted, ends=is_over)
 
 
-def finish_move(cell: CoreCell) -> None:
-    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD), ends=cell.all_parked)
+def leave_groups(cell: CoreCell, drafted: int = 0) -> None:
+    """Let all ranks leave and publish; all have drafted the plan in this round."""
+    cell.ask(cell.wanted(Phase.PARK, Carry.RESHARD, drafted=drafted), ends=cell.all_parked)
+
+
+def finish_move(cell: CoreCell, drafted: int = 0) -> None:
+    """Let all ranks leave, move and serve."""
+    leave_groups(cell, drafted)
     cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
     assert not any(each.reports[-1].has_failed for each in cell.ranks)
     cell.moved = cell.epoch

@@ -19,8 +19,9 @@ import numpy as np
 
 from comm_pool.layout import Mode, StepMode
 from coordinator.protocol.terms import TaskId
+from tests.harness.worker.fake_progress import progress_between
 from worker.rank.engine import LeaseIndices, Tokens
-from worker.rank.task_state import Blocks, CachedChain, RunningState
+from worker.rank.task_state import Blocks, CachedChain, RunningState, TaskProgress
 
 VOCABULARY = 1000
 
@@ -69,7 +70,7 @@ class FakeRequest:
 
     def catch_up(self, state: RunningState) -> None:
         """See `Continuation`."""
-        self.tokens += state.tokens()[len(self.tokens) :]
+        self.tokens += state.tokens(len(self.tokens))
         self.computed = state.computed
 
     def go_on(self, tokens: Sequence[int]) -> None:
@@ -466,9 +467,15 @@ class FakeScheduler:
                 written += request.blocks[settled // self.tokens_per_block :]
         return np.array(written, dtype=np.int64)
 
-    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
-        known = (each for each in states if each.task in self.requests)
-        return {each.task: self.requests[each.task].tokens[each.count :] for each in known}
+    def progress_since(
+        self, states: Sequence[RunningState], chains: Iterable[CachedChain]
+    ) -> list[TaskProgress | None] | None:
+        assert not [*chains], "it caches nothing that could have been listed."
+        return progress_between(states, self.movable(0)[0])
+
+    def tokens_since(self, counts: Mapping[str, int]) -> dict[str, list[int]]:
+        known = ((name, self.requests.get(name)) for name in counts)
+        return {name: each.tokens[counts[name] :] for name, each in known if each is not None}
 
     def adopt(
         self,

@@ -70,6 +70,12 @@ class Serving(Ranks):
         order = self.order()
         return order.round if order is not None and order.drafts else 0
 
+    def drafted(self) -> int:
+        """Return the round in which all have drafted, as rank 2 hears; 0 is none."""
+        directive = self.switcher.directive_for(Rank(2))
+        assert directive is not None
+        return directive.drafted
+
 
 def test_groups_that_change_copy_while_they_serve() -> None:
     ranks = Serving()
@@ -92,6 +98,7 @@ def test_a_round_that_brought_little_is_the_last_that_copies() -> None:
     assert ranks.drafts() == 3
     ranks.report({2: (3, MUCH + 7), 3: (3, 9)})
     assert not ranks.round()
+    assert ranks.drafted() == 3
     assert ranks.switcher.stage.phase is Phase.PARK
     (record,) = [each for each in ranks.switcher.log.last(9) if each.epoch == ranks.switcher.epoch]
     assert (record.precopy_rounds, record.precopy_bytes) == (2, MUCH + 16)
@@ -119,6 +126,29 @@ def test_the_switch_waits_for_all_drafts() -> None:
     ranks.now_ms += LIMIT_MS
     ranks.report({2: (2, 0), 3: (1, 0)})
     assert not ranks.round(), "it took too long"
+    assert not ranks.drafted()
+
+
+def test_a_draft_is_worth_nothing_to_another_switch() -> None:
+    ranks = Serving()
+    ranks.switch()
+    ranks.report({2: (1, 0), 3: (1, 0)})
+    ranks.report({2: (2, 0), 3: (2, 0)})
+    assert ranks.drafted() == 2
+    ranks.switch("tp4")
+    assert not ranks.drafted()
+
+
+def test_ranks_hear_of_drafts_until_they_have_left() -> None:
+    ranks = Serving()
+    ranks.switch()
+    ranks.report({2: (1, 0), 3: (1, 0)})
+    assert not ranks.drafted()
+    ranks.report({2: (2, 0), 3: (2, 0)})
+    assert ranks.drafted() == 2
+    ranks.acknowledge()
+    assert ranks.switcher.stage.phase > Phase.PARK
+    assert not ranks.drafted()
 
 
 def test_their_time_is_bounded() -> None:

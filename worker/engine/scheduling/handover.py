@@ -8,7 +8,7 @@ whose KV came from a connector: waiting, with computed tokens and its own blocks
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
+from coordinator.protocol.prefixes import prefix_hashes
 from worker.rank.task_state import Blocks, CachedChain, RunningState
 
 CACHE_GROUP = 0
@@ -44,6 +45,12 @@ class FinishedChains:
         self._chains.move_to_end(hashes[-1])
         while len(self._chains) > REMEMBERED_CHAINS_MAX:
             self._chains.popitem(last=False)
+
+    def remember_request(self, request: Request) -> None:
+        """Add a request that has just finished."""
+        if request.block_hashes:
+            prefixes = prefix_hashes(request.prompt_token_ids or (), request.cache_salt)
+            self.remember(request.block_hashes, prefixes)
 
     def cached(self, pool: BlockPool, blocks_max: int) -> list[CachedChain]:
         """Return the chains that are still cached, newest first, of at most `blocks_max` blocks."""
@@ -95,30 +102,21 @@ def running_state(
         computed,
         settled,
         blocks,
-        [bytes(each) for each in request.block_hashes],
+        list[bytes](request.block_hashes),
         request.prefill_stats,
         request.num_preemptions,
-    )
-
-
-def can_move(request: Request) -> bool:
-    """Return whether a task can migrate: it has KV, and no partly computed prompt logprobs."""
-    params = request.sampling_params
-    tells_prompt = params is not None and params.prompt_logprobs is not None
-    return request.num_computed_tokens > 0 and not (
-        tells_prompt and request.num_computed_tokens < request.num_prompt_tokens
     )
 
 
 def restore(request: Request, state: RunningState, hasher: Any) -> None:
     """Bring a request to `state`; it is fresh, or was restored to an older one."""
     request._block_hasher = None  # The state has the hashes.
-    request.append_output_token_ids(state.tokens()[request.num_output_tokens :])
+    request.append_output_token_ids(state.tokens(request.num_output_tokens))
     request.num_computed_tokens = state.computed
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:
         request.sampling_params.prompt_logprobs = None  # Already reported.
-    request.block_hashes = [BlockHash(each) for each in state.hashes] if hasher else []
+    request.block_hashes = cast("list[BlockHash]", state.hashes.copy()) if hasher else []
     request._block_hasher = hasher
 
 
@@ -168,7 +166,7 @@ def register_blocks(manager: KVCacheManager, request: Request) -> None:
 def register_some(
     manager: KVCacheManager, come: list[Request], known: Mapping[str, Request], most: int | None
 ) -> None:
-    """Register the blocks of the first of these requests, at most so many, and take them out.
+    """Register the blocks of the first of these requests, at most `most`, and take them out.
 
     Requests that are no longer `known` have ended.
     """

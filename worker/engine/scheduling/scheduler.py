@@ -7,7 +7,6 @@ hold; those tasks stay in place until their mode is bound again.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from coordinator.protocol.prefixes import prefix_hashes
 from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.pages import distinct
 from worker.engine.counters import EngineCounts
@@ -32,19 +30,19 @@ from worker.engine.scheduling.grants import BlockGrants
 from worker.engine.scheduling.handover import (
     FinishedChains,
     cache_chain,
-    can_move,
     forget_hashes,
     register_some,
     running_state,
     take_blocks,
 )
 from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_share
+from worker.engine.scheduling.movable import are_cached, can_move, progress_since, written_blocks
 from worker.engine.scheduling.pace import schedule_paced
-from worker.engine.scheduling.step_plan import StepPlan, Tokens
+from worker.engine.scheduling.step_plan import StepPlan, Tokens, with_own_mask
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
-from worker.rank.task_state import CachedChain, RunningState
+from worker.rank.task_state import CachedChain, RunningState, TaskProgress
 
 LOOKAHEAD_FREE = 2
 """Tasks get blocks in advance only if this many times as many are free: none is preempted."""
@@ -171,8 +169,7 @@ class ModeScheduler(Scheduler):
         }
         grammar = self.get_grammar_bitmask(output)
         if stages > 1 and grammar is not None:
-            # vLLM fills one buffer with the masks of every step, and this one is computed later.
-            grammar = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
+            grammar = with_own_mask(grammar)
         return StepPlan(output, grammar, resuming, known=known)
 
     @property
@@ -309,32 +306,33 @@ class ModeScheduler(Scheduler):
 
     def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
         """Return what another group could continue: running tasks, and chains that can be hit."""
-        loading = self._loading
-        states = [
-            running_state(self.requests[name], self._blocks_of(name), self.block_size, loading)
-            for name in self.holding()
-            if can_move(self.requests[name])
-        ]
+        blocks_of, size, loading = self._blocks_of, self.block_size, self._loading
+        tasks = self._movable()
+        states = [running_state(t, blocks_of(t.request_id), size, loading) for t in tasks]
         pool = self.kv_cache_manager.block_pool
         return states, self._finished_chains.cached(pool, cached_blocks_max)
 
+    def progress_since(
+        self, states: Sequence[RunningState], chains: Iterable[CachedChain]
+    ) -> list[TaskProgress | None] | None:
+        """See `EngineScheduler`."""
+        if self._loading or not are_cached(self.kv_cache_manager.block_pool, chains):
+            return None
+        return progress_since(states, self._movable(), self._manager.req_to_blocks)
+
+    def _movable(self) -> list[Request]:
+        return [each for each in map(self.requests.__getitem__, self.holding()) if can_move(each)]
+
     def written_blocks(self) -> npt.NDArray[np.int64]:
         """Return the logical blocks that the in-flight step writes, also of ended tasks."""
-        blocks = [*self._still_written(), *self._loading]
-        for name in self.holding():
-            request = self.requests[name]
-            if request.num_in_flight_tokens:
-                settled = request.num_computed_tokens - request.num_in_flight_tokens
-                blocks += self._blocks_of(name)[settled // self.block_size :]
-        return np.array(blocks, dtype=np.int64)
+        tasks, held = map(self.requests.__getitem__, self.holding()), self._manager.req_to_blocks
+        blocks = written_blocks(tasks, held, self.block_size)
+        return np.array([*self._still_written(), *self._loading, *blocks], dtype=np.int64)
 
-    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
-        """Return the tokens that these tasks got since publication; ended tasks are absent."""
-        return {
-            state.task: self.requests[state.task]._output_token_ids[state.count :]
-            for state in states
-            if state.task in self.requests
-        }
+    def tokens_since(self, counts: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return the tokens after these counts of each task's; ended tasks are absent."""
+        tasks = ((name, self.requests.get(name)) for name in counts)
+        return {name: t._output_token_ids[counts[name] :] for name, t in tasks if t is not None}
 
     def forget_steps(self) -> None:
         """Forget in-flight steps: the last planned one will never be finished."""
@@ -386,9 +384,8 @@ class ModeScheduler(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         # A migrated task is removed after a switch, when there is no time to hash its prompt.
-        if request.block_hashes and request.request_id not in self._gone:
-            prefixes = prefix_hashes(request.prompt_token_ids or (), request.cache_salt)
-            self._finished_chains.remember(request.block_hashes, prefixes)
+        if request.request_id not in self._gone:
+            self._finished_chains.remember_request(request)
         freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
             request, delay_free_blocks
         )
@@ -424,8 +421,8 @@ class ModeScheduler(Scheduler):
         vLLM itself tells its runner of them, as it does where it expects speculative tokens.
         """
         more = len(self.requests) * -(-tokens // self.block_size)
-        is_ample = LOOKAHEAD_FREE * more <= self.grants.free
-        self.num_lookahead_tokens = self._lookahead + (tokens if is_ample else 0)
+        tokens *= LOOKAHEAD_FREE * more <= self.grants.free
+        self.num_lookahead_tokens = self._lookahead + tokens
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
         """Return tasks with a block in one of these lease indices; the mode is not bound."""
@@ -462,7 +459,7 @@ class ModeScheduler(Scheduler):
     def tidy(self, most: int | None = None) -> bool:
         """Free the rest of tasks that have gone, and let blocks of tasks that have come be hit.
 
-        At most so many of either: about 50 µs each at 1,000 tokens. Returns whether none is left.
+        At most `most` of either: about 50 µs each at 1,000 tokens. Returns whether none is left.
         """
         self._forget_gone(most)
         come = self._unregistered if self.grants.parked_indices is None else []

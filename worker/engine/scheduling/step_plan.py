@@ -95,6 +95,11 @@ class StepPlan:
         return sizes[0], sizes[1], sizes[2]
 
 
+def with_own_mask(grammar: GrammarOutput) -> GrammarOutput:
+    """Return the same with a mask of its own: vLLM fills one buffer for every step."""
+    return replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
+
+
 def give_lists(step: SchedulerOutput) -> None:
     """Convert the token ids of new tasks to lists, which vLLM expects."""
     for each in step.scheduled_new_reqs:

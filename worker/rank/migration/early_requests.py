@@ -29,8 +29,26 @@ class EarlyRequests:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._payloads: dict[tuple[str, int], bytes] = {}
+        """By (task, attempt): leaders publish each once."""
         self._expected: dict[str, tuple[int, TaskSnapshot]] = {}
         self._built: dict[str, EarlyRequest] = {}
+
+    def learn(self, manifests: Iterable[Manifest]) -> None:
+        """Take note of the payloads in these manifests."""
+        for manifest in manifests:
+            for each in manifest.cargo:
+                if each.payload:
+                    self._payloads[each.state.task, each.attempt] = each.payload
+
+    def completed(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with all payloads; raises KeyError if one was never published."""
+        known = self._payloads
+        cargo = tuple(
+            each if each.payload else replace(each, payload=known[each.state.task, each.attempt])
+            for each in manifest.cargo
+        )
+        return replace(manifest, cargo=cargo)
 
     def expect(self, tasks: Iterable[tuple[int, TaskSnapshot]]) -> None:
         """Take note of tasks that this rank will lead; each comes with its old leader.
@@ -69,6 +87,7 @@ class EarlyRequests:
 
     def forget(self) -> None:
         """Drop all."""
+        self._payloads.clear()
         self._expected.clear()
         self._built.clear()
 

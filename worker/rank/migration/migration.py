@@ -38,10 +38,11 @@ from worker.rank.migration.manifest import (
     manifest_of,
     nothing_of,
 )
+from worker.rank.migration.manifest_changes import changes_since
 from worker.rank.migration.plan_ahead import MigrationPlanner, log_shortage
 from worker.rank.migration.precopy import PreCopy
 from worker.rank.runtime_protocol import Runtime
-from worker.rank.task_state import RunningState, prefixes_of
+from worker.rank.task_state import prefixes_of
 
 log = structlog.get_logger()
 
@@ -64,8 +65,8 @@ class Migration:
             *(runtime, self.planning, mailboxes, rank),
             *(self._rounds.another_thread(), self._rounds.end),
         )
-        self._publication: tuple[EngineScheduler | None, list[RunningState]] | None = None
-        """The scheduler and the tasks of the manifest, until the last step is over."""
+        self._publication: tuple[EngineScheduler | None, dict[str, int]] | None = None
+        """The scheduler, and the tokens of each task as published, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the migration is committed."""
         self.cached: tuple[int, ...] = ()
@@ -103,6 +104,7 @@ class Migration:
         """Note that the rank joined a group: no task waits for a migration any more."""
         self._group = None
         self.precopy.forget()
+        self.planning.forget_manifests()
 
     def on_leave(self, binding: Binding) -> None:
         """Note that the rank left this group; its tasks may migrate, so their pages stay."""
@@ -136,26 +138,51 @@ class Migration:
         mine = (each.group.lease_key for each in bindings if self._rank in each.group.ranks)
         return next(mine, ())
 
-    def publish(self, epoch: int) -> None:
-        """Publish this rank's manifest for migration `epoch`; its last step may be in flight."""
+    def publish(self, epoch: int, drafted: int = 0) -> None:
+        """Publish this rank's manifest for migration `epoch`; its last step may be in flight.
+
+        If all ranks know what this one published in the round `drafted`, and tasks have only got
+        tokens or ended since, that is what it publishes.
+        """
         self.adopted = ()
         self._is_published = True
         # A peer that has read the new manifest may copy from and to these pages.
         self._rounds.end()
-        early = self.precopy.held(epoch)
-        draft = self.planning.draft_of(epoch)
-        manifest = manifest_of(
-            self._runtime, self._rank, self._group, self._formation, early, draft=draft
-        )
+        counts = self._publish_changes(epoch, drafted)
+        if counts is None:
+            counts = self._publish_all(epoch)
+        scheduler = self._runtime.mode_of(self._group).scheduler if self._group else None
+        self._publication = scheduler, counts
+        self.look()
+
+    def _publish_changes(self, epoch: int, drafted: int) -> dict[str, int] | None:
+        before, group = self.planning.manifest_in(epoch, drafted), self._group
+        if before is None or group is None or self.planning.draft_of(epoch) != drafted:
+            return None
+        own = self._runtime, self._rank, group, self._formation
+        changes = changes_since(before, *own, drafted)
+        if changes is None:
+            return None
+        try:
+            self._mailboxes[self._rank].publish(epoch, pickle.dumps(changes, protocol=5))
+        except MailboxFullError:
+            return None
+        states = [before.cargo[place].state for place in changes.tasks]
+        new = zip(states, changes.counts, strict=True)
+        return {state.task: state.count + count for state, count in new}
+
+    def _publish_all(self, epoch: int) -> dict[str, int]:
+        """Publish all; return how many tokens of each task that tells of."""
+        early, draft = self.precopy.held(epoch), self.planning.draft_of(epoch)
+        own = self._runtime, self._rank, self._group, self._formation
+        manifest = manifest_of(*own, early, draft=draft)
         try:
             self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except MailboxFullError:
             log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
             manifest = nothing_of(manifest)
             self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
-        scheduler = self._runtime.mode_of(self._group).scheduler if self._group else None
-        self._publication = scheduler, [each.state for each in manifest.cargo]
-        self.look()
+        return {each.state.task: each.state.count for each in manifest.cargo}
 
     @property
     def is_quiescing(self) -> bool:
@@ -168,8 +195,8 @@ class Migration:
         steps.finish_detached_if_ready()
         if self._publication is None or steps.has_inflight or steps.draining_groups:
             return
-        (scheduler, states), self._publication = self._publication, None
-        tokens = scheduler.tokens_since(states) if scheduler is not None else {}
+        (scheduler, counts), self._publication = self._publication, None
+        tokens = scheduler.tokens_since(counts) if scheduler is not None else {}
         late = {
             task: LateTokens(tuple(of_task), led.emitted)
             for task, of_task in tokens.items()
@@ -313,6 +340,7 @@ class Migration:
         pending, self._pending = self._pending, None
         self._publication, self._is_published = None, False
         self.precopy.forget()
+        self.planning.forget_manifests()
         self.adopted = ()
         self._runtime.steps.run_deferred()
         self._runtime.steps.finish_inflight()

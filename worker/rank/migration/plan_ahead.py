@@ -15,11 +15,13 @@ import structlog
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
+from kvadaptor.reshard.terms import ReshardError
 from kvadaptor.transfer.mailbox import RankMailbox
 from worker.rank.engine import Engine
 from worker.rank.migration.draft_plan import DraftPlan
 from worker.rank.migration.empty_blocks import without_empty_blocks
 from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
+from worker.rank.migration.manifest_changes import ManifestChanges
 
 log = structlog.get_logger()
 
@@ -43,14 +45,19 @@ class MigrationPlanner:
         self._rank = rank
         self._ahead: _PlannedAhead | None = None
         self._draft: DraftPlan | None = None
+        self._drafted: tuple[int, int] = (0, 0)
+        """The epoch and the round of which all manifests are known."""
+        self._manifests: Mapping[int, Manifest] = {}
+        """Those, by rank."""
 
     def draft(
         self, epoch: int, number: int, manifests: Mapping[int, Manifest], target: Target
     ) -> None:
         """Draft the plan of an epoch from the manifests of a round, in which groups serve.
 
-        Raises as `plan` does.
+        They are known until the switch is over, whatever becomes of the plan. Raises as `plan`.
         """
+        self._drafted, self._manifests = (epoch, number), manifests
         geometry = self._engine.kv.geometry
         move = plan_move(self._rank, manifests, target, geometry)
         self._draft = DraftPlan(self._rank, epoch, number, target, manifests, move)
@@ -64,6 +71,16 @@ class MigrationPlanner:
         """Plan the next migration without the draft."""
         self._draft = None
 
+    def forget_manifests(self) -> None:
+        """Forget the manifests of the draft, too: its switch is over."""
+        self.forget_draft()
+        self._drafted, self._manifests = (0, 0), {}
+
+    def manifest_in(self, epoch: int, number: int) -> Manifest | None:
+        """Return what this rank published in a round of early copies, if all ranks know that."""
+        is_known = number > 0 and self._drafted == (epoch, number)
+        return self._manifests.get(self._rank) if is_known else None
+
     def plan_ahead(self, wanted: Directive | None) -> bool:
         """Plan the expected migration once all ranks of its target have published their manifests.
 
@@ -74,7 +91,7 @@ class MigrationPlanner:
         epoch, target = wanted.stage.epoch, wanted.target
         if self._ahead is not None and self._ahead.epoch == epoch:
             return False
-        present = self.peers(wanted, target.layout.ranks)
+        present = self.peers(wanted, changing_ranks(target, epoch))
         if any(self._mailboxes[rank].epoch != epoch for rank in present):
             return True
         move = None
@@ -89,7 +106,7 @@ class MigrationPlanner:
     def plan(self, directive: Directive) -> MigrationPlan:
         """Plan the migration of all movers that are peers; their mailboxes must be of its epoch.
 
-        Raises `ReshardError`.
+        Raises `ReshardError`, also if a peer has published changes and this rank lacks the rest.
         """
         present = self.peers(directive, directive.movers)
         ahead, self._ahead = self._ahead, None
@@ -113,16 +130,29 @@ class MigrationPlanner:
         return frozenset(rank for rank in known if now.get(rank) == spec.together.get(rank))
 
     def _plan(self, ranks: Iterable[Rank], target: Target) -> MigrationPlan:
-        manifests: dict[int, Manifest] = {
-            rank: pickle.loads(self._mailboxes[rank].message)  # noqa: S301 -- our own ranks' memory
-            for rank in ranks
-        }
+        manifests: dict[int, Manifest] = {rank: self._read(rank) for rank in ranks}
         draft, geometry, move = self._draft, self._engine.kv.geometry, None
         if draft is not None and draft.target == target:
             move = draft.finished(manifests)
         if move is None:
             move = plan_move(self._rank, manifests, target, geometry)
         return without_empty_blocks(move, manifests, geometry.tokens_per_slot)
+
+    def _read(self, rank: Rank) -> Manifest:
+        mailbox = self._mailboxes[rank]
+        found: Manifest | ManifestChanges = pickle.loads(mailbox.message)  # noqa: S301 -- our own ranks' memory
+        if not isinstance(found, ManifestChanges):
+            return found
+        before = self._manifests.get(rank)
+        if before is None or self._drafted != (mailbox.epoch, found.draft):
+            raise ReshardError(f"rank {rank} has published changes of what this rank has not read.")
+        return found.whole(before)
+
+
+def changing_ranks(target: Target, epoch: int) -> list[Rank]:
+    """Return the ranks that join another group at the switch of this epoch; the others serve on."""
+    changing = (each.group.ranks for each in target.bindings if each.formation == epoch)
+    return [rank for ranks in changing for rank in ranks]
 
 
 def log_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:

@@ -32,7 +32,7 @@ from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_plan import EarlyShare, plan_early_copies
 from worker.rank.migration.early_requests import EarlyRequests, without_payloads
 from worker.rank.migration.manifest import Ints, Manifest, manifest_of
-from worker.rank.migration.plan_ahead import MigrationPlanner
+from worker.rank.migration.plan_ahead import MigrationPlanner, changing_ranks
 from worker.rank.runtime_protocol import Runtime
 
 log = structlog.get_logger()
@@ -223,9 +223,8 @@ class PreCopy:
 
         None: some have not.
         """
-        target, epoch = directive.target, directive.stage.epoch
-        changed = [each.group.ranks for each in target.bindings if each.formation == epoch]
-        ranks = self._planner.peers(directive, [rank for ranks in changed for rank in ranks])
+        changing = changing_ranks(directive.target, directive.stage.epoch)
+        ranks = self._planner.peers(directive, changing)
         messages: dict[int, bytes] = {}
         for rank in ranks:
             mailbox, key = self._mailboxes[rank], _key(self._order)
@@ -233,7 +232,9 @@ class PreCopy:
             messages[rank] = mailbox.message if is_there else b""
             if not is_there or mailbox.epoch != key:
                 return None  # Not there yet, or replaced while it was read.
-        return {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
+        found = {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
+        self.requests.learn(found.values())
+        return found
 
     def _find_draft(self, directive: Directive) -> None:
         """Draft the plan of the switch, if all ranks that change their group have published."""
@@ -241,8 +242,15 @@ class PreCopy:
         if manifests is None:
             return
         try:
-            if self._rank in manifests:
-                self._planner.draft(*self._order, manifests, directive.target)
+            known = {rank: self.requests.completed(each) for rank, each in manifests.items()}
+        except KeyError as error:
+            # The round never ends, so no rank relies on what this one does not know.
+            log.warning("precopy_not_drafted", epoch=self.epoch, reason=f"no payload of {error}")
+            self._is_done = True
+            return
+        try:
+            if self._rank in known:
+                self._planner.draft(*self._order, known, directive.target)
         except Exception:
             # The migration itself will fail likewise and report it.
             log.warning("precopy_not_drafted", epoch=self.epoch, exc_info=True)
