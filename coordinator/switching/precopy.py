@@ -53,7 +53,7 @@ class PreCopy:
         self.order: PreCopyOrder | None = None
         """What changing groups are asked to copy; None: nothing."""
         self.drafted = 0
-        """The round in which all ranks have drafted the plan of the switch; 0: there is none."""
+        """The round that drafted the plan, which all ranks have finished; 0: there is none."""
         self._epoch = 0
         self._target = Target(())
         self._began_ms = 0

@@ -232,7 +232,7 @@ def test_what_a_switch_puts_off_is_done_bit_by_bit(base: VllmConfig, hasher: Any
     assert hashed_blocks(new) == {8, 10, 12}
 
 
-def test_a_group_begins_with_nothing_put_off(base: VllmConfig, hasher: Any) -> None:
+def test_a_group_begins_without_tasks_that_have_gone(base: VllmConfig, hasher: Any) -> None:
     scheduler = scheduler_of(base, 1, 2)
     for name in "abc":
         scheduler.add_task(fresh(name, [*PROMPT[:40], ord(name)], hasher), [])

@@ -24,7 +24,7 @@ from worker.rank.migration.early_requests import EarlyRequests
 from worker.rank.migration.manifest import Manifest, TaskSnapshot
 from worker.rank.migration.manifest_changes import ManifestChanges, changes_since
 from worker.rank.migration.precopy import PreCopy
-from worker.rank.task_state import RunningState, TaskProgress
+from worker.rank.task_state import RunningState, StateChange
 
 SEEDS = (2, 8, 10, 12, 14, 15, 18, 20, 22, 30, 32, 36, 46)
 SEEDS_OF_A_BUG = 400
@@ -128,7 +128,7 @@ def _stays_as_built(self: EarlyRequests, leader: int, cargo: TaskSnapshot) -> An
     return built and (built.request, built.tokens)
 
 
-def _stays_as_drafted(self: RunningState, _: TaskProgress) -> RunningState:
+def _stays_as_drafted(self: RunningState, _: StateChange) -> RunningState:
     return self
 
 

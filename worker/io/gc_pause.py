@@ -23,8 +23,8 @@ class GcPause:
         self._resumes_at_ns = self._may_resume_ns = 0
 
     def pause(self) -> None:
-        """Start no collection from now on, except explicit ones."""
-        if gc.isenabled():
+        """Start no collection from now on, except explicit ones; a pause begins anew."""
+        if gc.isenabled() or self._resumes_at_ns:
             gc.disable()
             now_ns = self._host.now_ns()
             self._may_resume_ns = now_ns + int(PAUSE_MIN_S * 1e9)

@@ -237,7 +237,8 @@ class RankCore:
         """Read what leaders send; return whether that was a wait for the rank's own leader."""
         participant = self.participant
         if participant.is_follower and not participant.has_leave and not is_lost:
-            yield from self._follow(self._poll_s(FOLLOWER_POLL_S))
+            if not (yield from self._follow(self._poll_s(FOLLOWER_POLL_S))):
+                self.runtime.tidy_some()
             return True
         if participant.may_drain:
             drained = yield DrainQueues()
@@ -262,8 +263,7 @@ class RankCore:
 
     def _wait(self) -> Procedure[None]:
         participant = self.participant
-        wanted = participant.wanted if participant.is_moving else None
-        prepared = yield Prepare(wanted)
+        prepared = yield Prepare(participant.wanted if participant.is_moving else None)
         assert isinstance(prepared, Prepared)
         if participant.serving or (participant.binding is None and not participant.is_moving):
             # While a rank is migrating or joined to a group, others wait for it.

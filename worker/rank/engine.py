@@ -25,7 +25,7 @@ from kvadaptor.transfer.rounds import Finish, Round
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.step_log import PlannedStep
 from worker.rank.step_times import StepTimes
-from worker.rank.task_state import Blocks, CachedChain, RunningState, TaskProgress
+from worker.rank.task_state import Blocks, CachedChain, RunningState, StateChange
 from worker.spec import RankSpec
 
 Tokens = npt.NDArray[np.int32]
@@ -242,7 +242,7 @@ class EngineScheduler(Protocol):
 
     def progress_since(
         self, states: Sequence[RunningState], chains: Iterable[CachedChain]
-    ) -> list[TaskProgress | None] | None:
+    ) -> list[StateChange | None] | None:
         """Return what each task has got since then; None in its place: it has ended.
 
         None for all: one has other blocks, another one could move, too, or a chain is not cached

@@ -169,7 +169,7 @@ class Obey:
 class Publish:
     """Publish this rank's manifest for the migration of this epoch.
 
-    All ranks have drafted its plan in the round `drafted`; 0: they have not.
+    All ranks have read all manifests of the round `drafted`; 0: there is none.
     """
 
     epoch: int

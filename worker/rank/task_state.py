@@ -23,7 +23,7 @@ _decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TaskProgress:
+class StateChange:
     """What a task has got since a `RunningState` of it, while its blocks stayed the same."""
 
     tokens: list[int]
@@ -61,7 +61,7 @@ class RunningState:
             return self.since[first - known :]
         return _decode_tokens(self.generated)[first:] + self.since
 
-    def later(self, progress: TaskProgress) -> "RunningState":
+    def later(self, progress: StateChange) -> "RunningState":
         """Return the state of the task with what it has got since."""
         return RunningState(
             self.task,

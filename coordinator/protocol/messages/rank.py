@@ -237,8 +237,8 @@ class Directive(Message, frozen=True):
     lease indices of unbound groups that members retain. `movers` are the parked ranks that copy KV
     in MOVE. `moved` is the last committed migration that this rank can have taken part in: if it
     took part in another one and reads a later stage, that one was not committed. While PARK has a
-    `precopy` order, groups that are not in the target serve. After that `drafted` is the round in
-    which all ranks have drafted the plan, 0 if there is none.
+    `precopy` order, groups that are not in the target serve. After that `drafted` is the round that
+    drafted the plan, if all ranks that change their group have read all manifests of it, else 0.
     """
 
     incarnation: int

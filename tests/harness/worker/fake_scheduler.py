@@ -21,7 +21,7 @@ from comm_pool.layout import Mode, StepMode
 from coordinator.protocol.terms import TaskId
 from tests.harness.worker.fake_progress import progress_between
 from worker.rank.engine import LeaseIndices, Tokens
-from worker.rank.task_state import Blocks, CachedChain, RunningState, TaskProgress
+from worker.rank.task_state import Blocks, CachedChain, RunningState, StateChange
 
 VOCABULARY = 1000
 
@@ -469,7 +469,7 @@ class FakeScheduler:
 
     def progress_since(
         self, states: Sequence[RunningState], chains: Iterable[CachedChain]
-    ) -> list[TaskProgress | None] | None:
+    ) -> list[StateChange | None] | None:
         assert not [*chains], "it caches nothing that could have been listed."
         return progress_between(states, self.movable(0)[0])
 

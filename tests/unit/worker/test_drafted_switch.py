@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.protocol.messages.rank import Place
-from coordinator.protocol.terms import Carry, Phase, TaskId
+from coordinator.protocol.terms import Carry, Phase, ReturnCause, TaskId
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.core_cell import CoreCell
 from tests.harness.worker.early_cell import (
@@ -88,7 +88,7 @@ def test_ranks_publish_what_has_changed_since(
 
 
 def summary(manifest: Manifest) -> Any:
-    """All that a plan is made of."""
+    """All that a plan is made of, for ranks that cache nothing."""
     tasks = [
         (
             *(each.header, each.attempt, each.emitted, each.payload, each.state.tokens()),
@@ -99,7 +99,8 @@ def summary(manifest: Manifest) -> Any:
     ]
     arrays = manifest.pages, manifest.slots, manifest.free, manifest.written
     early = [(each.key, each.blocks.tolist()) for each in manifest.early]
-    own = manifest.rank, manifest.ranks, manifest.formation, manifest.stages, manifest.draft
+    group = manifest.ranks, manifest.formation, manifest.stages
+    own = manifest.rank, *group, manifest.draft, manifest.num_pages
     indices = {key: each.tolist() for key, each in manifest.indices.items()}
     return own, tasks, [each.tolist() for each in arrays], early, indices
 
@@ -136,6 +137,45 @@ def test_a_rank_that_has_not_read_the_rest_plans_nothing() -> None:
     cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
     assert cell.ranks[0].reports[-1].has_failed
     assert all(len(each.runtime.book) for each in cell.ranks), "each still leads its task"
+    for phase in (Phase.SWAP, Phase.SERVE):
+        cell.ask(cell.wanted(phase, Carry.RESHARD))
+    causes = [cause for each in cell.ranks for _, cause in each.returned]
+    assert causes == [ReturnCause.RECOMPUTE] * 2
+
+
+def test_a_task_of_a_new_attempt_is_published_whole() -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    led = cell.ranks[1].runtime.book.get(TaskId("task-1"))
+    assert led is not None
+    led.attempt += 1
+    assert changed(cell) == [True, False]
+
+
+def test_a_rank_with_other_pages_publishes_all() -> None:
+    cell = busy("dp2", 2)
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    pool = cell.ranks[1].engine.pages
+    pool.keep_own(pool.own_pages()[:-1])
+    assert changed(cell) == [True, False]
+
+
+def test_a_switch_that_is_called_off_leaves_no_manifests() -> None:
+    cell = busy("dp2", 2)
+    old = cell.target
+    copy_early(cell, "tp2")
+    copy_early(cell, "tp2", 2, drafts=True)
+    plannings = [each.runtime.migration.planning for each in cell.ranks]
+    assert all(each._manifests for each in plannings)
+    cell.epoch += 1
+    cell.target = old
+    for each in cell.ranks:
+        each.hear(cell.wanted(Phase.PARK, Carry.RESHARD))
+    cell.turn(3)
+    assert not any(each._manifests for each in plannings)
+    check_streams(cell)
 
 
 def test_a_preempted_task_has_other_blocks() -> None:

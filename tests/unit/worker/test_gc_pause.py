@@ -61,6 +61,22 @@ def test_steps_end_a_pause_only_after_a_while() -> None:
     assert gc.isenabled()
 
 
+def test_a_second_switch_begins_the_pause_anew() -> None:
+    host = VirtualHost()
+    collector = GcPause(host)
+    collector.pause()
+    host.sleep(0.8 * PAUSE_MIN_S)
+    collector.pause()
+    host.sleep(0.8 * PAUSE_MIN_S)
+    collector.resume_soon()
+    assert not gc.isenabled()
+    host.sleep(PAUSE_MAX_S - PAUSE_MIN_S)
+    collector.look()
+    assert not gc.isenabled()
+    collector.resume_soon()
+    assert gc.isenabled()
+
+
 def test_a_collector_that_was_off_stays_off() -> None:
     collector = GcPause()
     gc.disable()

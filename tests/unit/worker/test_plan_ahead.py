@@ -146,3 +146,12 @@ def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) ->
 def test_only_a_move_that_is_to_come_is_foreseen(desk: Desk, wanted: Directive | None) -> None:
     assert not desk.planning.plan_ahead(wanted)
     assert desk.made == []
+
+
+def test_ranks_whose_group_stays_are_neither_awaited_nor_read(desk: Desk) -> None:
+    wanted = target("tp2+dp2", EPOCH, EPOCH - 1)
+    for rank in (2, 3):
+        desk.publish(rank, EPOCH - 1)
+    assert not desk.planning.plan_ahead(told(wanted=wanted))
+    assert desk.made[0][1].keys() == {0, 1}
+    assert desk.plan(told(Phase.MOVE, wanted=wanted, movers=(0, 1))) == desk.made[0]

@@ -4,12 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from worker.rank.task_state import RunningState, TaskProgress
+from worker.rank.task_state import RunningState, StateChange
 
 BEFORE = RunningState(
     "a", msgspec.msgpack.encode([5, 6, 7]), 3, 12, 11, np.array([1, 2]), [b"x"], "stats", 1
 )
-PROGRESS = TaskProgress([8, 9], [b"y"], 14, 13, None)
+PROGRESS = StateChange([8, 9], [b"y"], 14, 13, None)
 
 
 def test_a_later_state_has_all_that_came_since() -> None:
@@ -17,7 +17,7 @@ def test_a_later_state_has_all_that_came_since() -> None:
     assert (now.task, now.count, now.computed, now.settled) == ("a", 5, 14, 13)
     assert (now.hashes, now.prefill_stats, now.preemptions) == ([b"x", b"y"], None, 1)
     assert now.blocks is BEFORE.blocks
-    assert now.later(TaskProgress([1], [], 15, 14, None)).tokens() == [5, 6, 7, 8, 9, 1]
+    assert now.later(StateChange([1], [], 15, 14, None)).tokens() == [5, 6, 7, 8, 9, 1]
     assert BEFORE.tokens() == [5, 6, 7], "it is not changed"
 
 

@@ -61,6 +61,19 @@ def test_garbage_is_collected_again_some_steps_after_a_switch() -> None:
     assert gc.isenabled()
 
 
+def test_a_follower_tidies_while_its_group_has_no_work() -> None:
+    cell = CoreCell("dp2", pages=200)
+    for number in range(TASKS):
+        cell.place_task(f"task-{number}", 1, range(50 * number, 50 * number + 20), TOKENS)
+    cell.turn(4)
+    old = cell.ranks[1].engine.of_width(1).scheduler
+    assert old is not None
+    cell.move("tp2")
+    cell.leader_of(0).hear(*(drop(name, 2) for name in cell.streams))
+    cell.turn(8)
+    assert not old.requests
+
+
 def test_a_rank_without_work_tidies_at_once() -> None:
     cell, old = busy()
     cell.move("tp2")

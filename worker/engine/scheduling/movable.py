@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from worker.rank.task_state import CachedChain, RunningState, TaskProgress
+from worker.rank.task_state import CachedChain, RunningState, StateChange
 
 Held = Mapping[str, Sequence[Any]]
 """vLLM's blocks of each task."""
@@ -27,13 +27,13 @@ def can_move(request: Request) -> bool:
 
 def progress_since(
     states: Iterable[RunningState], movable: Iterable[Request], held: Held
-) -> list[TaskProgress | None] | None:
+) -> list[StateChange | None] | None:
     """Return what each task has got since its state was read; None in its place: it has ended.
 
     None for all: one has other blocks, or one that is `movable` now has no state.
     """
     now = {each.request_id: each for each in movable}
-    found: list[TaskProgress | None] = []
+    found: list[StateChange | None] = []
     for state in states:
         request = now.pop(state.task, None)
         if request is None:
@@ -45,7 +45,7 @@ def progress_since(
             return None
         computed = request.num_computed_tokens
         found.append(
-            TaskProgress(
+            StateChange(
                 request._output_token_ids[state.count :],
                 list[bytes](request.block_hashes[len(state.hashes) :]),
                 computed,

@@ -42,7 +42,7 @@ from worker.engine.scheduling.step_plan import StepPlan, Tokens, with_own_mask
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
-from worker.rank.task_state import CachedChain, RunningState, TaskProgress
+from worker.rank.task_state import CachedChain, RunningState, StateChange
 
 LOOKAHEAD_FREE = 2
 """Tasks get blocks in advance only if this many times as many are free: none is preempted."""
@@ -314,7 +314,7 @@ class ModeScheduler(Scheduler):
 
     def progress_since(
         self, states: Sequence[RunningState], chains: Iterable[CachedChain]
-    ) -> list[TaskProgress | None] | None:
+    ) -> list[StateChange | None] | None:
         """See `EngineScheduler`."""
         if self._loading or not are_cached(self.kv_cache_manager.block_pool, chains):
             return None
@@ -459,7 +459,7 @@ class ModeScheduler(Scheduler):
     def tidy(self, most: int | None = None) -> bool:
         """Free the rest of tasks that have gone, and let blocks of tasks that have come be hit.
 
-        At most `most` of either: about 50 µs each at 1,000 tokens. Returns whether none is left.
+        At most `most` of either: about 50 µs each at 1,000 tokens. Returns whether it is done.
         """
         self._forget_gone(most)
         come = self._unregistered if self.grants.parked_indices is None else []
@@ -472,6 +472,8 @@ class ModeScheduler(Scheduler):
             self._gone.difference_update(some)
             if not self._gone:
                 self._finished_chains.clear()
+                here = self.requests
+                self._unregistered = [r for r in self._unregistered if here.get(r.request_id) is r]
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Remove tasks, free their blocks and return the tokens that each has generated."""

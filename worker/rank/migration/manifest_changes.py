@@ -15,7 +15,7 @@ from comm_pool.layout import Group, Rank
 from coordinator.protocol.terms import TaskId
 from worker.rank.migration.manifest import Ints, Manifest, TaskSnapshot
 from worker.rank.runtime_protocol import Runtime
-from worker.rank.task_state import TaskProgress
+from worker.rank.task_state import StateChange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class ManifestChanges:
     draft: int
     tasks: Sequence[int]
     emitted: Sequence[int]
-    progress: Sequence[TaskProgress]
+    progress: Sequence[StateChange]
     written: Ints
 
     def __reduce__(self) -> Any:
@@ -65,7 +65,7 @@ def _unpacked(
     written: Ints,
 ) -> ManifestChanges:
     """Rebuild the changes that `ManifestChanges.__reduce__` packed."""
-    progress = [TaskProgress(*row) for row in rows]
+    progress = [StateChange(*row) for row in rows]
     return ManifestChanges(rank, draft, tasks, emitted, progress, written)
 
 

@@ -141,8 +141,8 @@ class Migration:
     def publish(self, epoch: int, drafted: int = 0) -> None:
         """Publish this rank's manifest for migration `epoch`; its last step may be in flight.
 
-        If all ranks know what this one published in the round `drafted`, and tasks have only got
-        tokens or ended since, that is what it publishes.
+        If all ranks have read what this one published in the round `drafted`, and tasks have only
+        got tokens or ended since, it publishes just that.
         """
         self.adopted = ()
         self._is_published = True

@@ -45,8 +45,8 @@ class MigrationPlanner:
         self._rank = rank
         self._ahead: _PlannedAhead | None = None
         self._draft: DraftPlan | None = None
-        self._drafted: tuple[int, int] = (0, 0)
-        """The epoch and the round of which all manifests are known."""
+        self._read_round: tuple[int, int] = (0, 0)
+        """The epoch and the round of early copies whose manifests this rank has all read."""
         self._manifests: Mapping[int, Manifest] = {}
         """Those, by rank."""
 
@@ -57,7 +57,7 @@ class MigrationPlanner:
 
         They are known until the switch is over, whatever becomes of the plan. Raises as `plan`.
         """
-        self._drafted, self._manifests = (epoch, number), manifests
+        self._read_round, self._manifests = (epoch, number), manifests
         geometry = self._engine.kv.geometry
         move = plan_move(self._rank, manifests, target, geometry)
         self._draft = DraftPlan(self._rank, epoch, number, target, manifests, move)
@@ -74,11 +74,11 @@ class MigrationPlanner:
     def forget_manifests(self) -> None:
         """Forget the manifests of the draft, too: its switch is over."""
         self.forget_draft()
-        self._drafted, self._manifests = (0, 0), {}
+        self._read_round, self._manifests = (0, 0), {}
 
     def manifest_in(self, epoch: int, number: int) -> Manifest | None:
-        """Return what this rank published in a round of early copies, if all ranks know that."""
-        is_known = number > 0 and self._drafted == (epoch, number)
+        """Return what this rank published in a round of early copies, if it has read all of it."""
+        is_known = number > 0 and self._read_round == (epoch, number)
         return self._manifests.get(self._rank) if is_known else None
 
     def plan_ahead(self, wanted: Directive | None) -> bool:
@@ -144,7 +144,7 @@ class MigrationPlanner:
         if not isinstance(found, ManifestChanges):
             return found
         before = self._manifests.get(rank)
-        if before is None or self._drafted != (mailbox.epoch, found.draft):
+        if before is None or self._read_round != (mailbox.epoch, found.draft):
             raise ReshardError(f"rank {rank} has published changes of what this rank has not read.")
         return found.whole(before)
 

@@ -373,6 +373,7 @@ class PreCopy:
         if self._binding is not None:
             self._give_back()
         self.forget()
+        self._planner.forget_manifests()
         self._order, self.progress = (0, 0), None
 
     def forget(self) -> None:
