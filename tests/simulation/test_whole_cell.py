@@ -13,7 +13,7 @@ from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of
 from tests.simulation.world import FAILURES, World
 
-SEEDS = 30
+SEEDS = 36
 
 
 @pytest.fixture(scope="module")
