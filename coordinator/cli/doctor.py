@@ -19,6 +19,8 @@ from typing import Any
 from comm_pool.ports import LOOPBACK
 from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
+from coordinator.cli.holders import memory_holders
+from coordinator.cli.last_run import read_record
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
@@ -151,6 +153,7 @@ def _checks() -> Iterator[Check]:
         "nvidia-smi lists no GPU, so `aileron up` serves on the CPU.",
         needed=False,
     )
+    yield from _memory_holders()
     if (nccl := nccl_version()) is not None:
         yield _nccl(nccl)
         yield _sampler(os.environ)
@@ -226,6 +229,21 @@ def _shared_memory() -> Check:
         f"groups of several ranks need {SHM_MIB_MIN} MiB: start the container with "
         "--shm-size=1g, or with --ipc=host.",
     )
+
+
+def _memory_holders() -> Iterator[Check]:
+    """One finding for each process that holds memory of a cell."""
+    run = read_record()
+    for each in memory_holders():
+        yield Check(
+            "memory",
+            f"process {each.pid} ({each.command}) holds {each.host_bytes / MIB:,.0f} MiB of a "
+            f"cell's host memory and {each.device_bytes / MIB:,.0f} MiB of GPUs",
+            run is not None,
+            "no `aileron up` of yours is running: if that cell has ended, end the process with "
+            f"`kill {each.pid}`, which frees the memory.",
+            needed=False,
+        )
 
 
 def _nccl(found: str) -> Check:
