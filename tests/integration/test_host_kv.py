@@ -97,7 +97,13 @@ async def test_tasks_of_a_killed_rank_compute_no_full_block_again(cell: BareCell
     await kill_under_streams(cell, "dp2", 1)
 
 
-@pytest.mark.parametrize("victim", [1, 0], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(1, id="first stage"),
+        pytest.param(0, id="last stage", marks=pytest.mark.chaos),
+    ],
+)
 @pytest.mark.parametrize("cell", ["worker"], indirect=True)
 async def test_tasks_of_a_killed_stage_compute_no_full_block_again(
     cell: BareCell, victim: int
