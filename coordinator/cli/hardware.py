@@ -37,19 +37,24 @@ def host_memory_bytes() -> int:
 @functools.cache
 def _gpus() -> tuple[tuple[str, int], ...]:
     """Return the name and the bytes of each GPU; nvidia-smi may take a second."""
+    return read_gpus(nvidia_smi_lines("--query-gpu=name,memory.total"))
+
+
+def nvidia_smi_lines(query: str) -> str:
+    """Return the lines that nvidia-smi answers a query with; empty if it cannot be asked."""
     if not _DRIVER.exists() and shutil.which("nvidia-smi") is None:
-        return ()
+        return ""
     try:
         listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_LIMIT_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return read_gpus(listing.stdout)
+        return ""
+    return listing.stdout
 
 
 def read_gpus(listing: str) -> tuple[tuple[str, int], ...]:

@@ -5,14 +5,13 @@ cell, some process of the cell has not ended.
 """
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.cli.hardware import NVIDIA_SMI_LIMIT_S
+from coordinator.cli.hardware import nvidia_smi_lines
 
 PROC = Path("/proc")
 COMMAND_CHARS = 60
@@ -35,7 +34,8 @@ def memory_holders() -> tuple[Holder, ...]:
 
     Processes of other users count only if this one may look at them.
     """
-    on_devices, found = _device_bytes(), []
+    on_devices = read_device_bytes(nvidia_smi_lines("--query-compute-apps=pid,used_memory"))
+    found = []
     for folder in PROC.iterdir():
         if not folder.name.isdigit():
             continue
@@ -74,18 +74,6 @@ def _command_of(folder: Path) -> str:
 
 def _is_of_this_program(command: str) -> bool:
     return "-m worker" in command or "aileron" in command
-
-
-def _device_bytes() -> Counter[int]:
-    """Return the bytes that each process has on all GPUs, as far as nvidia-smi tells."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_LIMIT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return Counter()
-    return read_device_bytes(listing.stdout)
 
 
 def read_device_bytes(listing: str) -> Counter[int]:

@@ -124,8 +124,8 @@ async def test_no_stream_notices_that_ranks_die(whole: BareCell, expected: list[
 def events_of(cell: BareCell, name: str) -> list[dict[str, Any]]:
     """Return what ranks have logged of an event."""
     # Two ranks may log on one line.
-    told = re.findall(rf'\{{[^{{}}]*"{name}"[^{{}}]*\}}', cell.log("worker"))
-    return list(map(json.loads, told))
+    lines = re.findall(rf'\{{[^{{}}]*"{name}"[^{{}}]*\}}', cell.log("worker"))
+    return list(map(json.loads, lines))
 
 
 def probes_since_start(cell: BareCell) -> list[dict[str, Any]]:

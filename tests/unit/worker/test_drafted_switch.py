@@ -25,6 +25,14 @@ from worker.rank.migration.manifest_changes import ManifestChanges, changes_sinc
 from worker.rank.migration.precopy import ORDER_LIMIT_S
 
 
+def drafted_cell(old: str = "dp2", groups: int = 2, new: str = "tp2") -> CoreCell:
+    """A cell whose ranks have drafted the plan of a switch in round 2, and serve on."""
+    cell = busy(old, groups)
+    copy_early(cell, new)
+    copy_early(cell, new, 2, drafts=True)
+    return cell
+
+
 def published_by(cell: CoreCell) -> list[Manifest | ManifestChanges]:
     """What each rank has published last."""
     return [pickle.loads(each.message) for each in cell.ranks[0].engine.mailboxes.values()]
@@ -53,9 +61,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_the_plan_of_the_switch_is_drafted_while_groups_serve(
     old: str, groups: int, new: str, plans: list[bool]
 ) -> None:
-    cell = busy(old, groups)
-    copy_early(cell, new)
-    copy_early(cell, new, 2, drafts=True)
+    cell = drafted_cell(old, groups, new)
     assert len(plans) == 2
     cell.turn(3)
     finish_move(cell, drafted=2)
@@ -76,9 +82,7 @@ def test_ranks_publish_what_has_changed_since(
         return changes_since(before, runtime, rank, *own)
 
     monkeypatch.setattr(migration, "changes_since", noted)
-    cell = busy(old, groups)
-    copy_early(cell, new)
-    copy_early(cell, new, 2, drafts=True)
+    cell = drafted_cell(old, groups, new)
     known = [each.runtime.migration.planning.manifest_in(cell.epoch, 2) for each in cell.ranks]
     cell.turn(3)
     assert changed(cell) == [True, True]
@@ -106,16 +110,12 @@ def summary(manifest: Manifest) -> Any:
 
 
 def test_ranks_publish_all_if_some_rank_has_not_drafted() -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     assert changed(cell, drafted=0) == [False, False]
 
 
 def test_a_rank_whose_pages_went_back_publishes_all_and_reads_the_changes_of_others() -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     cell.ranks[0].runtime.host.sleep(ORDER_LIMIT_S + 1)
     cell.turn(2)
     assert changed(cell) == [False, True]
@@ -129,9 +129,7 @@ def test_a_rank_whose_pages_went_back_publishes_all_and_reads_the_changes_of_oth
 
 def test_a_rank_that_has_not_read_the_rest_plans_nothing() -> None:
     """Nobody's tasks are lost: the move fails, and they are computed again."""
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     cell.ranks[0].runtime.migration.planning.forget_manifests()
     assert changed(cell) == [False, True]
     cell.ask(cell.wanted(Phase.MOVE, Carry.RESHARD))
@@ -144,9 +142,7 @@ def test_a_rank_that_has_not_read_the_rest_plans_nothing() -> None:
 
 
 def test_a_task_of_a_new_attempt_is_published_whole() -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     led = cell.ranks[1].runtime.book.get(TaskId("task-1"))
     assert led is not None
     led.attempt += 1
@@ -154,9 +150,7 @@ def test_a_task_of_a_new_attempt_is_published_whole() -> None:
 
 
 def test_a_rank_with_other_pages_publishes_all() -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     pool = cell.ranks[1].engine.pages
     pool.keep_own(pool.own_pages()[:-1])
     assert changed(cell) == [True, False]
@@ -179,9 +173,7 @@ def test_a_switch_that_is_called_off_leaves_no_manifests() -> None:
 
 
 def test_a_preempted_task_has_other_blocks() -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     request = scheduler_of(cell.ranks[1]).requests[TaskId("task-1")]
     request.preemptions += 1
     assert changed(cell) == [True, False]
@@ -220,9 +212,7 @@ def test_a_draft_holds_while_tasks_fill_blocks_that_they_had_in_advance(plans: l
 
 
 def test_a_plan_is_made_anew_if_a_task_has_come(plans: list[bool]) -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     binding = cell.ranks[1].participant.binding
     assert binding is not None
     given, payload = header("new", max_tokens=TOKENS), fake_payload("new", (1, 2, 3), TOKENS)
@@ -235,9 +225,7 @@ def test_a_plan_is_made_anew_if_a_task_has_come(plans: list[bool]) -> None:
 
 
 def test_a_draft_outlasts_its_switch_for_nobody(plans: list[bool]) -> None:
-    cell = busy("dp2", 2)
-    copy_early(cell, "tp2")
-    copy_early(cell, "tp2", 2, drafts=True)
+    cell = drafted_cell()
     cell.retarget("tp2")
     finish_move(cell, drafted=2)
     assert len(plans) == 4

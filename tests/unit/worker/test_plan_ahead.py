@@ -21,7 +21,7 @@ BORN = 1
 WANTED = target("tp4", EPOCH)
 
 
-def told(
+def directive_of(
     phase: Phase = Phase.PARK,
     *,
     epoch: int = EPOCH,
@@ -33,7 +33,7 @@ def told(
     return directive(wanted, epoch, phase, carry=carry, movers=movers, members=members)
 
 
-MOVE = told(Phase.MOVE)
+MOVE = directive_of(Phase.MOVE)
 
 
 class Desk:
@@ -69,8 +69,8 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
-    assert not desk.planning.plan_ahead(told())
-    assert not desk.planning.plan_ahead(told()), "once is enough"
+    assert not desk.planning.plan_ahead(directive_of())
+    assert not desk.planning.plan_ahead(directive_of()), "once is enough"
     everything = {rank: f"by {rank}" for rank in range(4)}
     assert desk.made == [(1, everything, WANTED, desk.engine.kv.geometry)]
     assert desk.plan() == desk.made[0]
@@ -81,24 +81,24 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
 
 def test_it_waits_until_all_have_told(desk: Desk) -> None:
     desk.publish(3, EPOCH - 1)
-    assert desk.planning.plan_ahead(told())
+    assert desk.planning.plan_ahead(directive_of())
     assert desk.made == []
     desk.publish(3)
-    assert not desk.planning.plan_ahead(told())
+    assert not desk.planning.plan_ahead(directive_of())
     assert len(desk.made) == 1
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        told(Phase.MOVE, movers=(0, 1, 2)),
-        told(Phase.MOVE, wanted=target("tp2+tp2", EPOCH)),
-        told(Phase.MOVE, epoch=EPOCH + 1),
+        directive_of(Phase.MOVE, movers=(0, 1, 2)),
+        directive_of(Phase.MOVE, wanted=target("tp2+tp2", EPOCH)),
+        directive_of(Phase.MOVE, epoch=EPOCH + 1),
     ],
     ids=["fewer move", "another layout", "another switch"],
 )
 def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: Directive) -> None:
-    desk.planning.plan_ahead(told())
+    desk.planning.plan_ahead(directive_of())
     desk.plan(asked)
     assert len(desk.made) == 2
     assert desk.made[1][1].keys() == set(asked.movers)
@@ -107,8 +107,8 @@ def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: D
 
 def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
     desk.fails = True
-    assert not desk.planning.plan_ahead(told())
-    assert not desk.planning.plan_ahead(told())
+    assert not desk.planning.plan_ahead(directive_of())
+    assert not desk.planning.plan_ahead(directive_of())
     assert len(desk.made) == 1
     with pytest.raises(ValueError, match="no plan"):
         desk.plan()
@@ -116,7 +116,7 @@ def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
 
 def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
     del desk.mailboxes[Rank(0)]
-    desk.planning.plan_ahead(told())
+    desk.planning.plan_ahead(directive_of())
     assert desk.made[0][1].keys() == {1, 2, 3}
     assert desk.plan() == desk.made[0]
 
@@ -126,22 +126,28 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
     anew = {2: BORN + 1, 3: BORN + 1}
     for rank in anew:
         desk.publish(rank, EPOCH - 1)
-    assert not desk.planning.plan_ahead(told(members=anew))
+    assert not desk.planning.plan_ahead(directive_of(members=anew))
     assert desk.made[0][1].keys() == {0, 1}
-    assert desk.plan(told(Phase.MOVE, members=anew)) == desk.made[0]
+    assert desk.plan(directive_of(Phase.MOVE, members=anew)) == desk.made[0]
 
 
 def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) -> None:
     desk.engine.spec = replace(desk.engine.spec, memory=CellMemory(()))
     desk.publish(3, EPOCH - 1)
-    assert desk.planning.plan_ahead(told(members={3: BORN + 1})), "it is awaited"
+    assert desk.planning.plan_ahead(directive_of(members={3: BORN + 1})), "it is awaited"
     desk.publish(3)
-    assert desk.plan(told(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
+    assert desk.plan(directive_of(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
     "wanted",
-    [None, told(Phase.MOVE), told(Phase.SERVE), told(carry=Carry.PAUSE), told(carry=Carry.DRAIN)],
+    [
+        None,
+        directive_of(Phase.MOVE),
+        directive_of(Phase.SERVE),
+        directive_of(carry=Carry.PAUSE),
+        directive_of(carry=Carry.DRAIN),
+    ],
 )
 def test_only_a_move_that_is_to_come_is_foreseen(desk: Desk, wanted: Directive | None) -> None:
     assert not desk.planning.plan_ahead(wanted)
@@ -152,6 +158,6 @@ def test_ranks_whose_group_stays_are_neither_awaited_nor_read(desk: Desk) -> Non
     wanted = target("tp2+dp2", EPOCH, EPOCH - 1)
     for rank in (2, 3):
         desk.publish(rank, EPOCH - 1)
-    assert not desk.planning.plan_ahead(told(wanted=wanted))
+    assert not desk.planning.plan_ahead(directive_of(wanted=wanted))
     assert desk.made[0][1].keys() == {0, 1}
-    assert desk.plan(told(Phase.MOVE, wanted=wanted, movers=(0, 1))) == desk.made[0]
+    assert desk.plan(directive_of(Phase.MOVE, wanted=wanted, movers=(0, 1))) == desk.made[0]

@@ -19,13 +19,13 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "TIDY_TASKS", AT_ONCE)
 
 
-def busy() -> tuple[CoreCell, FakeScheduler]:
-    """A cell in dp2 that has run some steps, and the scheduler of its tasks."""
+def busy(rank: int = 0) -> tuple[CoreCell, FakeScheduler]:
+    """A cell in dp2 in which a rank has run some steps, and the scheduler of its tasks."""
     cell = CoreCell("dp2", pages=200)
     for number in range(TASKS):
-        cell.place_task(f"task-{number}", 0, range(50 * number, 50 * number + 20), TOKENS)
+        cell.place_task(f"task-{number}", rank, range(50 * number, 50 * number + 20), TOKENS)
     cell.turn(4)
-    old = cell.ranks[0].engine.of_width(1).scheduler
+    old = cell.ranks[rank].engine.of_width(1).scheduler
     assert old is not None
     return cell, old
 
@@ -62,12 +62,7 @@ def test_garbage_is_collected_again_some_steps_after_a_switch() -> None:
 
 
 def test_a_follower_tidies_while_its_group_has_no_work() -> None:
-    cell = CoreCell("dp2", pages=200)
-    for number in range(TASKS):
-        cell.place_task(f"task-{number}", 1, range(50 * number, 50 * number + 20), TOKENS)
-    cell.turn(4)
-    old = cell.ranks[1].engine.of_width(1).scheduler
-    assert old is not None
+    cell, old = busy(rank=1)
     cell.move("tp2")
     cell.leader_of(0).hear(*(drop(name, 2) for name in cell.streams))
     cell.turn(8)
