@@ -1,4 +1,4 @@
-"""What outlives the CUDA ranks of a cell: handles of their device memory, and block directories.
+"""What outlives the CUDA ranks of a cell: handles of their device memory, and what says what it is.
 
 A rank's device memory ends with the last handle and the last mapping of it. The launcher touches no
 device. It makes this before it forks the ranks and keeps it, so it holds a handle of each: a
@@ -12,7 +12,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from comm_pool.cpu.cell_memory import CellMemory, directory_names, kv_name
+from comm_pool.cpu.cell_memory import (
+    CellMemory,
+    directory_names,
+    kv_name,
+    manifest_name,
+    measurements_name,
+    rest_name,
+)
 from comm_pool.mixed import Staged
 from comm_pool.plan import communicator_plan
 
@@ -62,7 +69,7 @@ class MemoryHandles:
         room = socket.CMSG_SPACE(FILES_MAX * files.itemsize)
         flags |= socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            content, ancillary, _, _ = self._sockets[name][1].recvmsg(
+            content, ancillary, found, _ = self._sockets[name][1].recvmsg(
                 CONTENT_BYTES_MAX, room, flags
             )
         except BlockingIOError:
@@ -70,6 +77,10 @@ class MemoryHandles:
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 files.frombytes(data[: len(data) - len(data) % files.itemsize])
+        if found & socket.MSG_CTRUNC:
+            for file in files:
+                os.close(file)
+            raise OSError(f"this process may not open all file handles of {name}: raise its limit.")
         return content, files.tolist()
 
     def close(self) -> None:
@@ -85,16 +96,17 @@ class LastingMemory:
     """What the launcher keeps for CUDA ranks."""
 
     handles: MemoryHandles
-    """The KV memory of each rank, by `kv_name`."""
-    directories: CellMemory
-    """The block directories of all groups."""
+    """The KV memory of each rank, by `kv_name`, and its weights, by `rest_name`."""
+    cell: CellMemory
+    """The block directories of all groups, and for each rank the list of its weights and what it
+    measured at start-up."""
     splits: tuple[tuple[int, int], ...] = ()
     """The pipeline stages, and the parts of each, of all groups that there may be."""
 
     def close(self) -> None:
         """Close it in this process."""
         self.handles.close()
-        self.directories.close()
+        self.cell.close()
 
 
 def lasting_memory(
@@ -103,6 +115,7 @@ def lasting_memory(
     """Make what outlives the ranks of a cell, with all groups that they may form."""
     plain = {(1, len(ranks)) for ranks in communicator_plan(world, widths)}
     splits = {(1, 1), *plain, *((each.pp, each.tp) for each in pipelines)}
-    handles = MemoryHandles([kv_name(each) for each in range(world)])
-    directories = CellMemory(directory_names(world, widths, pipelines))
-    return LastingMemory(handles, directories, tuple(sorted(splits)))
+    handles = MemoryHandles([name(rank) for name in (kv_name, rest_name) for rank in range(world)])
+    of_ranks = [name(rank) for name in (manifest_name, measurements_name) for rank in range(world)]
+    cell = CellMemory([*directory_names(world, widths, pipelines), *of_ranks])
+    return LastingMemory(handles, cell, tuple(sorted(splits)))

@@ -6,7 +6,7 @@ device with peer access, too, whether or not the process that made them still ru
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,27 +48,12 @@ def allocate_lasting(num_bytes: int, device: torch.device) -> tuple[torch.Tensor
 
     Raises `PeerMappingError` for a device that has no such memory, or too little of it.
     """
-    with _current(device) as number:
-        if not _attribute(_HAS_FILE_HANDLES, number):
-            raise PeerMappingError(f"CUDA device {number} has no memory with file handles.")
-        torch.cuda.empty_cache()  # The driver has only what torch does not keep.
-        wanted = _properties(number)
-        size = _whole(num_bytes, wanted)
-        handle, file = ctypes.c_uint64(), ctypes.c_int(-1)
-        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), ctypes.c_uint64(0))
-        kind, flags = ctypes.c_int(_FILE_HANDLE), ctypes.c_uint64(0)
-        try:
-            _call("cuMemExportToShareableHandle", ctypes.byref(file), handle, kind, flags)
-            address = _mapped(handle, size, number)
-        except PeerMappingError:
-            call_driver("cuMemRelease", handle)
-            if file.value >= 0:
-                os.close(file.value)
-            raise
-    raw = tensor_at(address, num_bytes, device)
-    raw.zero_()
+    area = LastingArea(num_bytes, device, piece_bytes=num_bytes)
+    area.grow(num_bytes)
+    area.raw.zero_()
     torch.cuda.synchronize(device)
-    return raw, file.value
+    (file,) = area.files
+    return area.raw, file
 
 
 def map_lasting(file: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -77,36 +62,112 @@ def map_lasting(file: int, num_bytes: int, device: torch.device) -> torch.Tensor
     The memory stays mapped until the process ends. Raises `PeerMappingError` if the device cannot
     reach it.
     """
-    with _current(device) as number:
-        handle, kind = ctypes.c_uint64(), ctypes.c_int(_FILE_HANDLE)
+    area = LastingArea(num_bytes, device, piece_bytes=num_bytes)
+    area.map([file])
+    return area.raw
+
+
+class LastingArea:
+    """A range of a device's addresses, filled with memory piece by piece.
+
+    `raw` is all of it, (num_bytes,) int8; only what has been filled can be used. It stays mapped
+    until the process ends.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, *, piece_bytes: int) -> None:
+        """Reserve the addresses; raises `PeerMappingError` as all methods do."""
+        self._device = device
+        with _current(device) as number:
+            if not _attribute(_HAS_FILE_HANDLES, number):
+                raise PeerMappingError(f"CUDA device {number} has no memory with file handles.")
+            wanted = _properties(number)
+            self._piece, self._end = _whole(piece_bytes, wanted), _whole(num_bytes, wanted)
+            address, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
+            _call(
+                *("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(self._end)),
+                *(ctypes.c_size_t(0), nothing, nothing),
+            )
+        self._address = address.value
+        self._filled = 0
+        self.files: list[int] = []
+        """A file handle of each piece, which the caller closes."""
+        self.raw = tensor_at(self._address, num_bytes, device)
+
+    def grow(self, end: int) -> None:
+        """Fill it with new memory up to this byte."""
+        with _current(self._device) as number:
+            while self._filled < end:
+                handle, file = self._new_piece(number), ctypes.c_int(-1)
+                kind, flags = ctypes.c_int(_FILE_HANDLE), ctypes.c_uint64(0)
+                try:
+                    _call("cuMemExportToShareableHandle", ctypes.byref(file), handle, kind, flags)
+                    self._map(handle, number)
+                except PeerMappingError:
+                    if file.value >= 0:
+                        os.close(file.value)
+                    raise
+                finally:
+                    call_driver("cuMemRelease", handle)
+                self.files.append(file.value)
+
+    def map(self, files: Sequence[int]) -> None:
+        """Fill it with the memory of these file handles, in order, and close them."""
+        waiting = list(files)
         try:
-            pointer = ctypes.c_void_p(file)
-            _call("cuMemImportFromShareableHandle", ctypes.byref(handle), pointer, kind)
+            with _current(self._device) as number:
+                while waiting:
+                    handle, kind = ctypes.c_uint64(), ctypes.c_int(_FILE_HANDLE)
+                    pointer = ctypes.c_void_p(waiting[0])
+                    _call(
+                        *("cuMemImportFromShareableHandle", ctypes.byref(handle)),
+                        *(pointer, kind),
+                    )
+                    os.close(waiting.pop(0))
+                    try:
+                        self._map(handle, number)
+                    finally:
+                        call_driver("cuMemRelease", handle)
         finally:
-            os.close(file)
-        size = _whole(num_bytes, _properties(number))
-        return tensor_at(_mapped(handle, size, number), num_bytes, device)
+            for file in waiting:
+                os.close(file)
+        if self._filled < self._end:
+            raise PeerMappingError("some pieces of the memory are missing.")
+
+    def unmap(self) -> None:
+        """Give the addresses back, and the memory with them if nobody else has it."""
+        torch.cuda.synchronize(self._device)
+        with _current(self._device):
+            address = ctypes.c_uint64(self._address)
+            if self._filled:
+                _call("cuMemUnmap", address, ctypes.c_size_t(self._filled))
+            _call("cuMemAddressFree", address, ctypes.c_size_t(self._end))
+        self._filled = 0
+
+    @property
+    def _next_bytes(self) -> int:
+        return min(self._piece, self._end - self._filled)
+
+    def _new_piece(self, number: int) -> ctypes.c_uint64:
+        wanted, handle = _properties(number), ctypes.c_uint64()
+        size, flags = ctypes.c_size_t(self._next_bytes), ctypes.c_uint64(0)
+        torch.cuda.empty_cache()  # The driver has only what torch does not keep.
+        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), flags)
+        return handle
+
+    def _map(self, handle: ctypes.c_uint64, number: int) -> None:
+        count = self._next_bytes
+        at, size = ctypes.c_uint64(self._address + self._filled), ctypes.c_size_t(count)
+        _call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        access = _Access(_Location(_DEVICE, number), _READ_WRITE)
+        _call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._filled += count
 
 
-def _mapped(handle: ctypes.c_uint64, size: ctypes.c_size_t, number: int) -> int:
-    """Map memory for a device; it lasts until it is unmapped and all its files are closed."""
-    address, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
-    _call(
-        *("cuMemAddressReserve", ctypes.byref(address), size),
-        *(ctypes.c_size_t(0), nothing, nothing),
-    )
-    _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, nothing)
-    access = _Access(_Location(_DEVICE, number), _READ_WRITE)
-    _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
-    _call("cuMemRelease", handle)
-    return address.value
-
-
-def _whole(num_bytes: int, wanted: _Properties) -> ctypes.c_size_t:
+def _whole(num_bytes: int, wanted: _Properties) -> int:
     """Return a size in whole pages of the device."""
     page, least = ctypes.c_size_t(), ctypes.c_int(0)
     _call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(wanted), least)
-    return ctypes.c_size_t(-(-num_bytes // page.value) * page.value)
+    return int(-(-num_bytes // page.value) * page.value)
 
 
 def _properties(number: int) -> _Properties:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B
+from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B, QWEN3_32B
 from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -26,18 +26,7 @@ _LLAMA_70B: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B,
-    "qwen3-32b": {
-        **LLAMA,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "vocab_size": 151936,
-    },
+    "qwen3-32b": QWEN3_32B,
     "llama-3-70b-fp8": _LLAMA_70B,
     # For a look at what a layer costs the host: starts in seconds.
     "llama-3-70b-fp8-short": {**_LLAMA_70B, "num_hidden_layers": 24},

@@ -8,16 +8,19 @@ the group does.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
 import structlog
 import torch
 import torch.distributed as dist
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from comm_pool.layout import Mode, StepMode
+from comm_pool.pool import CommunicatorPool, activate
+from worker.engine.config import ModeKey
 from worker.engine.sequence_parallel.exchange import PARTS_FROM_TOKENS, Exchange
 from worker.rank.step_times import (
     StepCurve,
@@ -154,3 +157,22 @@ def _timed_step(runner: Any, mode: StepMode, tokens: int, device: torch.device) 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def graph_bytes(
+    communicators: CommunicatorPool,
+    configs: Mapping[ModeKey, VllmConfig],
+    runners: Mapping[ModeKey, Any],
+    progress: Callable[[str, int, int], None],
+) -> int:
+    """Return the device memory that the graphs of all modes take, by trials; a collective."""
+    expected: list[tuple[int, int]] = []
+    for done, (key, runner) in enumerate(runners.items()):
+        progress("graph trial", done, len(runners))
+        communicator = communicators.of_width(key.width, key.stages)
+        activate(communicator)
+        communicator.group.barrier()
+        with set_current_vllm_config(configs[key]):
+            expected.append(runner.expected_graph_bytes())
+    progress("graph trial", len(runners), len(runners))
+    return max(working for working, _ in expected) + sum(rest for _, rest in expected)

@@ -157,7 +157,7 @@ class LastingKV:
             return
         most = max(lasting_bytes(self.lasting, Rank(each)) or 0 for each in range(self.ranks))
         pages, of_cell = most // self.geometry.page_bytes, (self.rank, self.ranks)
-        memory = self.lasting.directories
+        memory = self.lasting.cell
         self._directories = open_directories(memory, *of_cell, pages, self.geometry, self._splits)
 
     def _map(self, rank: Rank) -> torch.Tensor:

@@ -21,13 +21,18 @@ from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
-from kvadaptor.transfer.peers import PeerMap, map_peers
+from kvadaptor.transfer.peers import PeerMap, gather_all, map_peers
 from kvadaptor.transfer.rounds import Finish, Mover, Round
 from kvadaptor.views import KVBuffer
 from worker.engine.lasting_kv import LastingKV
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
+
+
+def all_ranks(is_so: bool) -> bool:
+    """Return whether it is so on all ranks that start together, which must all ask."""
+    return all(gather_all(is_so, get_world_group().cpu_group).values())
 
 
 class AfterStores:

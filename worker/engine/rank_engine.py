@@ -29,7 +29,7 @@ from kvadaptor.transfer.peers import map_peers
 from kvadaptor.transfer.rounds import Mover
 from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.engine.block_sources import connect_sources, open_host_pages
-from worker.engine.calibrate import measure_steps, settle_parts
+from worker.engine.calibrate import graph_bytes, measure_steps, settle_parts
 from worker.engine.codec import RequestCodec
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.counters import engine_totals, process_gauges
@@ -43,13 +43,26 @@ from worker.engine.device import (
 )
 from worker.engine.host_kv import HostTier
 from worker.engine.lasting_kv import lasting_bytes
+from worker.engine.lasting_weights import forget_weights, predecessor_bytes
 from worker.engine.lost_kv import LostKV, open_directories, open_lost_kv
 from worker.engine.mode import PreparedMode
-from worker.engine.peers import AfterStores, lasting_kv, open_peers, shared_peers, take_kv
+from worker.engine.peers import (
+    AfterStores,
+    all_ranks,
+    lasting_kv,
+    open_peers,
+    shared_peers,
+    take_kv,
+)
 from worker.engine.pipelines import connect_pipelines, launched
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
-from worker.engine.startup_cache import Probes, StartupMeasurements
+from worker.engine.startup_cache import (
+    Probes,
+    StartupMeasurements,
+    known_measurements,
+    memory_of_measurements,
+)
 from worker.engine.trees import TreeBuilder
 from worker.engine.weights.layers import ViewError
 from worker.rank.engine import EngineFacts
@@ -86,7 +99,7 @@ class RankEngine:
         self.spec = spec
         self.base = base
         self.device = prepare_process(base, *_of_process(spec))
-        notes = MemoryNotes(self.device, lasting_bytes(spec.lasting, spec.rank) or 0)
+        notes = MemoryNotes(self.device, predecessor_bytes(spec.lasting, spec.rank))
         self._token = torch.zeros(64, device=self.device)
         self._selected: Communicator | None = None
         widths = communicator_widths(spec)
@@ -167,28 +180,15 @@ class RankEngine:
         self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
         return runner
 
-    def _reserved_bytes(
-        self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
-    ) -> int:
-        """Return the device memory that steps and graphs need besides KV; a collective."""
+    def _activations(self, config: VllmConfig, runners: dict[ModeKey, Any]) -> int:
+        """Return the device memory that the largest step takes besides KV and graphs."""
         first = self.keys[0]
         activate(self.communicators.of_width(first.width))
-        with set_current_vllm_config(configs[first]):
+        with set_current_vllm_config(config):
             activations = activation_bytes(self.device, runners[first].profile_run)
         activations += max(each.sent_bytes for each in runners.values())
         self.other_bytes["activations"] = activations
-        expected: list[tuple[int, int]] = []
-        for done, key in enumerate(self.keys):
-            progress("graph trial", done, len(self.keys))
-            communicator = self.communicators.of_width(key.width, key.stages)
-            activate(communicator)
-            communicator.group.barrier()
-            with set_current_vllm_config(configs[key]):
-                expected.append(runners[key].expected_graph_bytes())
-        progress("graph trial", len(self.keys), len(self.keys))
-        graphs = max(working for working, _ in expected) + sum(rest for _, rest in expected)
-        log.info("memory_reserved", rank=self.spec.rank, activations=activations, graphs=graphs)
-        return activations + graphs
+        return activations
 
     def _allocate_kv(
         self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
@@ -196,10 +196,13 @@ class RankEngine:
         config, runner = configs[self.keys[0]], runners[self.keys[0]]
         with set_current_vllm_config(config):
             specs = whole_specs(runner.get_kv_cache_spec(), config)
-        reserved = self._reserved_bytes(configs, runners, progress)
-        budget = lasting_bytes(self.spec.lasting, self.spec.rank)
-        if not budget:
-            budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
+        reserved = self._activations(config, runners)
+        known, graphs = lasting_bytes(self.spec.lasting, self.spec.rank), 0
+        if not all_ranks(bool(known)):
+            graphs = graph_bytes(self.communicators, configs, runners, progress)
+            log.info("memory_reserved", rank=self.spec.rank, activations=reserved, graphs=graphs)
+        before = self.other_bytes["context"]
+        budget = known or kv_budget_bytes(config, self.device, before, reserved + graphs)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
@@ -319,10 +322,11 @@ class RankEngine:
         return host, lost
 
     def distrust(self) -> None:
-        """Let nobody continue tasks from this rank's KV after an error that it does not know."""
+        """Let nobody use this rank's KV or weights after an error that it does not know."""
         if self.lost is not None:
             self.lost.distrust()
             log.warning("kv_distrusted", rank=self.spec.rank, advice="its tasks are computed again")
+        forget_weights(self.spec.lasting, self.spec.rank)
 
     def order_copies(self) -> None:
         """Let what is launched from now on wait for loads that go beside steps."""
@@ -358,12 +362,12 @@ class RankEngine:
     def _warm(self, progress: Progress) -> None:
         """Capture graphs, run and time each mode once, all ranks in one order.
 
-        A rank that joins serving ones reuses the cached measurements that need these; from then on
-        it takes part.
+        A rank that takes a lost one's place has what that one measured. If it joins serving ones it
+        needs the probes, too, and takes part from then on.
         """
-        spec, known = self.spec, None
-        if spec.joins and spec.memory is not None:
-            known = StartupMeasurements.load(spec.memory, spec.rank)
+        spec, known = self.spec, known_measurements(self.spec)
+        if not all_ranks(known is not None and known.has({str(key) for key in self.modes})):
+            known = None
         floor_us = {} if known is not None else self._measure_floors()
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
@@ -380,14 +384,14 @@ class RankEngine:
                     mode.calibrate(measure_steps(*place, floor_us, stages))
                 else:
                     mode.calibrate(known.times[str(key)])
-            if known is None or key.width == 1:
+            if not spec.joins or key.width == 1:
                 self._probe(mode)
         if known is not None:
-            self.probed = {**known.probed, **self.probed}
-        elif spec.memory is not None:
+            self.probed = known.probes_with(self.probed, {key.width for key in self.modes})
+        elif (memory := memory_of_measurements(spec)) is not None:
             times = {str(key): mode.times for key, mode in self.modes.items()}
             whole = 0 if self.borrowing is None else self.borrowing.whole_layers
-            StartupMeasurements(times, self.probed, whole).store(spec.memory, spec.rank)
+            StartupMeasurements(times, self.probed, whole).store(memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         if self.host is not None:

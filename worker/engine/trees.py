@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from comm_pool.cpu.cell_memory import CellMemoryError
 from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
 from comm_pool.mixed import Staged, shape_of_parts
@@ -24,6 +23,7 @@ from kvadaptor.views import LAYOUT
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.counters import LoanCounts
 from worker.engine.device import room_for_whole, whole_blocks
+from worker.engine.lasting_weights import LastingWeights
 from worker.engine.sequence_parallel.exchange import prove_exchange
 from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
 from worker.engine.startup_cache import StartupMeasurements
@@ -81,6 +81,13 @@ class TreeBuilder:
     _proved: int = 0
 
     @property
+    def lasting(self) -> LastingWeights | None:
+        """Where the weights outlive a CUDA rank; None if they do not, or on CPU."""
+        if self.spec.lasting is None:
+            return None
+        return LastingWeights(self.spec.lasting, self.spec.rank, self.device)
+
+    @property
     def borrows(self) -> bool:
         """Whether the rank borrows the parts that it lacks."""
         return self.spec.parts > 1 and self.spec.borrow != "none"
@@ -100,8 +107,8 @@ class TreeBuilder:
     def load(self) -> nn.Module:
         """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
 
-        A rank that holds one part of the weights loads that part, which serves as its replica. On
-        CPU a process that replaces a lost one finds in memory what that one has loaded.
+        A rank that holds one part of the weights loads that part, which serves as its replica. A
+        process that replaces a lost one finds in memory what that one has loaded.
         """
         parts = self.spec.parts
         config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
@@ -123,15 +130,24 @@ class TreeBuilder:
 
     def _find(self, config: VllmConfig) -> tuple[nn.Module, StoredPart] | None:
         """Return what a process before this one has left in the cell's memory, if any."""
-        spec = self.spec
-        if not spec.joins or spec.memory is None:
-            return None
+        spec, lasting = self.spec, self.lasting
         plan = loading_plan(config, spec.widest, spec.parts, spec.borrow)
         compute = partial(self._outcomes, config)
         try:
-            return find_part(config, plan, spec.memory, spec.rank, compute)
-        except ViewError as error:
+            if lasting is not None and lasting.are_there:
+                memory = lasting.lasting.cell
+                found = find_part(config, plan, memory, spec.rank, compute, lasting.map)
+                if found is not None:
+                    return found
+            elif spec.joins and spec.memory is not None:
+                return find_part(config, plan, spec.memory, spec.rank, compute)
+            elif lasting is None:
+                return None
+        except Exception as error:  # noqa: BLE001 -- a rank that finds nothing loads
             log.warning("part_not_found", reason=str(error), instead="the checkpoint is read")
+        if lasting is not None:
+            # The device has no room for weights that nobody uses.
+            lasting.drop()
         # A configuration has the layers of one tree.
         config.compilation_config.static_forward_context.clear()
         config.compilation_config.static_all_moe_layers.clear()
@@ -139,13 +155,17 @@ class TreeBuilder:
 
     def _store(self, config: VllmConfig, replica: nn.Module) -> None:
         """Move loaded weights into the cell's memory, for the next process of the rank."""
-        spec = self.spec
-        if spec.memory is None:
-            return
+        spec, compute = self.spec, partial(self._outcomes, config)
         try:
-            store_part(replica, (), spec.memory, spec.rank, partial(self._outcomes, config))
-        except (CellMemoryError, ViewError) as error:
+            if self.lasting is not None:
+                memory, make = self.lasting.lasting.cell, self.lasting.make
+                store_part(replica, (), memory, spec.rank, compute, make)
+            elif spec.memory is not None:
+                store_part(replica, (), spec.memory, spec.rank, compute)
+        except Exception as error:  # noqa: BLE001 -- the rank has its weights and serves
             log.warning("part_not_stored", reason=str(error), instead="a restart reads them")
+            if self.lasting is not None:
+                self.lasting.drop()
 
     def _outcomes(self, config: VllmConfig, replica: nn.Module) -> Outcomes:
         """Return what the next process must compute too; of a part these are layers alone."""

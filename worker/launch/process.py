@@ -20,6 +20,7 @@ from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
+from worker.engine.lasting_weights import forget_weights
 from worker.engine.rank_engine import RankEngine, settle_environment
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
@@ -57,7 +58,12 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
         announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
 
     started = time.monotonic()
-    engine = RankEngine(base, spec, progress)
+    try:
+        engine = RankEngine(base, spec, progress)
+    except Exception:
+        # Weights of a predecessor may be the reason, and would be for the next process, too.
+        forget_weights(spec.lasting, rank)
+        raise
     log.info(
         "rank_built",
         rank=rank,

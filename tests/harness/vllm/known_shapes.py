@@ -25,3 +25,15 @@ LLAMA_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+QWEN3_32B: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "vocab_size": 151936,
+}

@@ -86,6 +86,6 @@ def test_each_rank_and_each_group_has_its_place() -> None:
     for rank in range(4):
         assert made.handles.get(kv_name(rank)) is None
     for key in ((Rank(3),), (Rank(2), Rank(3)), (Rank(1), Rank(0))):
-        assert len(made.directories.map(directory_name(key), 64)) == 64
+        assert len(made.cell.map(directory_name(key), 64)) == 64
     assert made.splits == ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
     made.close()

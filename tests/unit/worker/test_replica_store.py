@@ -29,7 +29,7 @@ from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.manifest import PartManifest
-from worker.engine.weights.outcomes import outcomes_of_model
+from worker.engine.weights.outcomes import check_outcomes, outcomes_of_model
 from worker.engine.weights.packed import is_packed
 from worker.engine.weights.part_finder import find_part
 from worker.engine.weights.part_memory import units_of
@@ -219,3 +219,15 @@ def test_a_kernel_that_keeps_weights_to_itself_is_refused(
         plan = loading_plan(config, PARTS, PARTS, "none")
         with pytest.raises(ViewError, match=r"layer .*proj computes other numbers than before"):
             find_part(config, plan, memory, RANK)
+
+
+def test_a_model_on_a_gpu_may_add_in_another_order() -> None:
+    """Not a layer alone, and not on CPU."""
+    stored, found = {"": (1.0, 1.0)}, {"": (1.01, 1.01)}
+    check_outcomes(found, stored, torch.device("cuda"))
+    with pytest.raises(ViewError, match="the model computes other numbers"):
+        check_outcomes({"": (1.03, 1.03)}, stored, torch.device("cuda"))
+    with pytest.raises(ViewError, match="the model computes other numbers"):
+        check_outcomes(found, stored, torch.device("cpu"))
+    with pytest.raises(ViewError, match="layer a computes other numbers"):
+        check_outcomes({"a": (1.01,)}, {"a": (1.0,)}, torch.device("cuda"))

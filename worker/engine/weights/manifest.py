@@ -9,6 +9,8 @@ import pickle
 import zlib
 from dataclasses import dataclass
 
+import torch
+
 from comm_pool.cpu.cell_memory import FENCE, CellMemory, manifest_name
 from worker.engine.weights.outcomes import Outcomes
 from worker.engine.weights.part_memory import TensorPlace, UnitLayout
@@ -44,12 +46,15 @@ class LentUnit:
 
 @dataclass(frozen=True, slots=True)
 class PlainValue:
-    """A number or None that loading has left in place of a tensor, such as a scale."""
+    """A number or None that loading has left in place of a tensor, such as a scale.
+
+    Or a small tensor that a device's layer keeps in memory of the host.
+    """
 
     module: str
     holder: str
     name: str
-    value: float | None
+    value: float | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,12 +48,13 @@ def find_part(
     memory: CellMemory,
     rank: int,
     compute: Callable[[nn.Module], Outcomes] = outcomes_of,
+    map_rest: Callable[[int], torch.Tensor] | None = None,
 ) -> tuple[nn.Module, StoredPart] | None:
     """Return the tree of a rank's part or replica over stored tensors; None if they lack some.
 
     `config` and `plan` are those that it was loaded with, and so are the rank's place in vLLM's
     active tp group and what it must `compute` as before. Tensors that have changed since count as
-    lacking.
+    lacking. `map_rest` maps memory of this size, in bytes, that is not the cell's.
 
     Raises:
         ViewError: if the tree lacks a layer, has a tensor that was not stored, or computes
@@ -63,7 +64,10 @@ def find_part(
     if manifest is None:
         return None
     own = unit_memory(memory, rank, manifest.layouts, is_own=True)
-    rest = rest_memory(memory, rank, manifest.rest_bytes)
+    if map_rest is None:
+        rest = rest_memory(memory, rank, manifest.rest_bytes)
+    else:
+        rest = map_rest(manifest.rest_bytes)
     if (name := _changed(manifest, own, rest)) is not None:
         log.warning("part_changed", rank=rank, unit=name, instead="the checkpoint is read")
         return None
@@ -72,7 +76,7 @@ def find_part(
         _bind(tree, manifest, own, rest)
         check_viewable(tree)
         view_gated(tree)
-        check_outcomes(compute(tree.eval()), manifest.outcomes)
+        check_outcomes(compute(tree.eval()), manifest.outcomes, rest.device)
     return tree, StoredPart(manifest, own)
 
 
@@ -215,7 +219,9 @@ def _places(
 
 def _view(place: TensorPlace, raw: torch.Tensor) -> torch.Tensor:
     """Return a tensor in memory; an empty one has none."""
-    return torch.empty(place.shape, dtype=place.dtype) if 0 in place.shape else place.view(raw)
+    if 0 in place.shape:
+        return torch.empty(place.shape, dtype=place.dtype, device=raw.device)
+    return place.view(raw)
 
 
 def _put(modules: dict[str, nn.Module], path: str, holder: str, name: str, value: object) -> None:

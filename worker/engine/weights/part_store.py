@@ -16,6 +16,7 @@ from torch import nn
 
 from comm_pool.cpu.cell_memory import CellMemory, rest_name, weights_name
 from worker.engine.weights.checksums import checksum, numbers_of
+from worker.engine.weights.layers import ViewError
 from worker.engine.weights.manifest import LentUnit, PartManifest, PlainValue, UnitSums
 from worker.engine.weights.outcomes import Outcomes, outcomes_of
 from worker.engine.weights.part_memory import (
@@ -31,6 +32,9 @@ from worker.engine.weights.part_memory import (
 
 PAGE_BYTES = 4096
 
+ASIDE_BYTES_MAX = 4096
+"""A tensor in memory of the host beside a device's weights is a scale, or a few."""
+
 Memory = Sequence[torch.Tensor]
 """The memory of each unit of one rank's part, (bytes,) int8."""
 
@@ -42,6 +46,21 @@ class StoredPart:
     manifest: PartManifest
     units: Memory
 
+
+@dataclass(frozen=True, slots=True)
+class RestMemory:
+    """Memory for the tensors outside of units, filled from its beginning on."""
+
+    raw: torch.Tensor
+    """All of it, (bytes,) int8."""
+    grow: Callable[[int], None] | None = None
+    """Called before anything is written up to a byte."""
+    keep: Callable[[], None] | None = None
+    """Called once all is written, for the next process to find it."""
+
+
+MakeRest = Callable[[int], RestMemory]
+"""Makes memory of this size in bytes."""
 
 _Found = tuple[str, str, str, torch.Tensor]
 """Path of a module, holder, name, and the tensor there."""
@@ -106,13 +125,15 @@ def store_part(
     memory: CellMemory,
     rank: int,
     compute: Callable[[nn.Module], Outcomes] = outcomes_of,
+    make_rest: MakeRest | None = None,
 ) -> StoredPart:
     """Move all tensors of a loaded part or replica into the cell's memory, where its layers use it.
 
-    `units` are what peers read, if any do. The next process must `compute` the same.
+    `units` are what peers read, if any do. The next process must `compute` the same. What is no
+    unit lies in memory of the cell, or in what `make_rest` makes.
 
     Raises:
-        ViewError: if a unit cannot be laid out.
+        ViewError: if a unit cannot be laid out, or a tensor lies on another device.
         CellMemoryError: if a process of the rank before had a part of another size.
     """
     PartManifest.withdraw(memory, rank)
@@ -131,21 +152,29 @@ def store_part(
         for holder, name, tensor in tensors_of(module)
         if (module, holder, name) not in in_units
     ]
-    places, rest = _move_rest(part, found, memory, rank)
+    aside = _aside(found)
+    if make_rest is None:
+        places, rest = _move_rest(part, found, lambda size: _rest_on_host(memory, rank, size))
+    else:
+        places, rest = _move_rest(part, found, make_rest)
     manifest = PartManifest(
         describe_units(units, layouts, own),
         tuple(places),
         rest.numel(),
         numbers_of([checksum(rest)])[0],
-        tuple(_plain_values(part)),
+        (*_plain_values(part), *aside),
         compute(part),
     )
     manifest.store(memory, rank)
     return StoredPart(manifest, own)
 
 
+def _rest_on_host(memory: CellMemory, rank: int, num_bytes: int) -> RestMemory:
+    return RestMemory(rest_memory(memory, rank, num_bytes))
+
+
 def _move_rest(
-    part: nn.Module, found: list[_Found], memory: CellMemory, rank: int
+    part: nn.Module, found: list[_Found], make_rest: MakeRest
 ) -> tuple[list[TensorPlace], torch.Tensor]:
     """Move the tensors outside of the units; return their places, and their memory.
 
@@ -161,11 +190,14 @@ def _move_rest(
             places.append(_place_of(each, 0))
     spans = {address: _span_of([each[3] for each in of]) for address, of in storages.items()}
     sizes = {address: _aligned(len(span), ALIGNMENT_BYTES) for address, span in spans.items()}
-    raw = rest_memory(memory, rank, sum(sizes.values()))
-    base = 0
+    rest = make_rest(sum(sizes.values()))
+    raw, base = rest.raw, 0
     for address, span in spans.items():
         tensors = storages.pop(address)
-        storage = torch.empty(0, dtype=torch.int8).set_(tensors[0][3].untyped_storage())
+        if rest.grow is not None:
+            rest.grow(base + len(span))
+        storage = torch.empty(0, dtype=torch.int8, device=raw.device)
+        storage.set_(tensors[0][3].untyped_storage())
         raw[base : base + len(span)].copy_(storage[span.start : span.stop])
         for each in tensors:
             place = _place_of(each, base - span.start)
@@ -175,7 +207,27 @@ def _move_rest(
             held.data = there
             places.append(place)
         base += sizes[address]
+        del storage, tensors, held, each  # The old memory ends before there is more of the new.
+    if rest.keep is not None:
+        rest.keep()
     return places, raw
+
+
+def _aside(found: list[_Found]) -> list[PlainValue]:
+    """Take out the small tensors in memory of the host, where the largest is on a device.
+
+    Raises:
+        ViewError: if a tensor is on yet another device, or large.
+    """
+    device = max(found, key=lambda each: each[3].nbytes)[3].device
+    others = [each for each in found if each[3].device != device]
+    for path, _, name, tensor in others:
+        if tensor.device.type != "cpu" or tensor.nbytes > ASIDE_BYTES_MAX:
+            raise ViewError(
+                f"the tensor {name} of layer {path} lies on {tensor.device}, not on {device}."
+            )
+    found[:] = [each for each in found if each[3].device == device]
+    return [PlainValue(*each[:3], each[3].clone()) for each in others]
 
 
 def _place_of(found: _Found, move: int) -> TensorPlace:
