@@ -36,6 +36,7 @@ from worker.engine.counters import engine_totals, process_gauges
 from worker.engine.device import (
     MemoryNotes,
     activation_bytes,
+    freeze_objects,
     kv_budget_bytes,
     make_runner,
     prepare_process,
@@ -95,6 +96,9 @@ def _of_process(spec: RankSpec) -> tuple[int, int, int, bool]:
 class RankEngine:
     """A rank's replica, KV buffer, page accounting and prepared modes."""
 
+    probed: Probes
+    """The probe results of the start-up."""
+
     def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
         self.spec = spec
         self.base = base
@@ -132,6 +136,7 @@ class RankEngine:
         notes.note("weights")
         trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
         notes.note("trees")
+        freeze_objects()
         self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
         self.loaded_bytes = builder.loaded_bytes
         """Bytes of the weights that this process has read from the checkpoint."""
@@ -153,9 +158,7 @@ class RankEngine:
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
-        self.probe = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot)
-        self.probed: Probes = {}
-        """The probe results of the start-up."""
+        self.probe, self.probed = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot), {}
         self._warm(progress)
         notes.note("graphs and warm steps")
         if spec.parts > 1 and not builder.borrows:

@@ -3,7 +3,6 @@
 Started by `worker.launch.launcher` in a fork that has already imported vLLM.
 """
 
-import gc
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
+from worker.engine.device import freeze_objects
 from worker.engine.lasting_weights import forget_weights
 from worker.engine.rank_engine import RankEngine, settle_environment
 from worker.io.session import Inbox, RankSession
@@ -137,9 +137,7 @@ def serve_rank(
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle_environment()
-    # Start-up objects live for good: collections during steps need not scan them.
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
     watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()

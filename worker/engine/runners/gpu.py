@@ -30,6 +30,7 @@ from comm_pool.mixed import Mixed
 from comm_pool.stages.links import StageLinks
 from kvadaptor.views import KVBuffer
 from worker.engine.config import sparse
+from worker.engine.runners.captures import keep_frozen
 from worker.engine.runners.gpu_stage import StageTraffic, StepTokens
 from worker.engine.runners.workspace import lock_workspace, open_workspace
 from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, give_lists
@@ -38,6 +39,7 @@ from worker.engine.sequence_parallel.exchange import Exchange
 from worker.engine.sequence_parallel.tree import capturing, exchange_of
 
 log = structlog.get_logger()
+keep_frozen()
 
 
 class _AdoptedBuffer(TorchFunctionMode):
