@@ -377,7 +377,8 @@ class RankEngine:
             self.select(key.width, stages=key.stages)
             mode.communicator.group.barrier()
             with set_current_vllm_config(mode.config):
-                self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
+                bound = known and known.launch_bound.get(str(key))
+                self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs(bound)
                 mode.runner.warm()
                 mode.communicator.group.barrier()
                 settle_parts(mode.runner, self.device)
@@ -392,9 +393,8 @@ class RankEngine:
         if known is not None:
             self.probed = known.probes_with(self.probed, {key.width for key in self.modes})
         elif (memory := memory_of_measurements(spec)) is not None:
-            times = {str(key): mode.times for key, mode in self.modes.items()}
             whole = 0 if self.borrowing is None else self.borrowing.whole_layers
-            StartupMeasurements(times, self.probed, whole).store(memory, spec.rank)
+            StartupMeasurements.of(self.modes, self.probed, whole).store(memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         if self.host is not None:

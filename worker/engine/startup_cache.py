@@ -7,10 +7,12 @@ group. On CUDA it prepares narrow groups alone, and need not measure them again.
 
 import pickle
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from comm_pool.cpu.cell_memory import CellMemory, measurements_name
 from comm_pool.layout import Rank, StepMode
+from worker.engine.config import ModeKey
+from worker.engine.mode import PreparedMode
 from worker.rank.step_times import StepTimes
 from worker.spec import RankSpec
 
@@ -20,12 +22,24 @@ Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
 
 @dataclass(frozen=True, slots=True)
 class StartupMeasurements:
-    """Step times by prepared mode, all probes, and the number of whole layers."""
+    """What a rank measured at start-up, and the number of its whole layers."""
 
     times: Mapping[str, StepTimes]
+    """By prepared mode."""
     probed: Probes
     whole_layers: int = 0
     """Layers of which the rank holds all parts, which all ranks have decided together."""
+    launch_bound: Mapping[str, bool] = field(default_factory=dict)
+    """Whether launches bound steps that read prompts, by prepared mode."""
+
+    @classmethod
+    def of(
+        cls, modes: Mapping[ModeKey, PreparedMode], probed: Probes, whole_layers: int
+    ) -> "StartupMeasurements":
+        """Return the measurements of these modes."""
+        times = {str(key): mode.times for key, mode in modes.items()}
+        bound = {str(key): mode.runner.is_launch_bound for key, mode in modes.items()}
+        return cls(times, probed, whole_layers, bound)
 
     def store(self, memory: CellMemory, rank: Rank) -> None:
         """Store them for the next process of the rank."""

@@ -1,6 +1,8 @@
 """What a rank's first process measured serves those after it, as far as they prepare the same."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
 from coordinator.protocol.config import check_config
 from worker.cohort import Cohort
+from worker.engine.config import ModeKey
 from worker.engine.startup_cache import Probes, StartupMeasurements, known_measurements
 from worker.memories import Memories
 from worker.rank.step_times import StepCurve, StepTimes
@@ -45,6 +48,19 @@ def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:
     assert StartupMeasurements.load(memory, Rank(1)) == first
     assert StartupMeasurements.load(memory, Rank(0)) == StartupMeasurements({}, {})
     memory.close()
+
+
+def test_modes_tell_their_times_and_what_bounds_their_steps() -> None:
+    keys = ModeKey(Mode.DP, 1), ModeKey(Mode.TP, 2)
+    times = [StepTimes(1, {}), StepTimes(2, {})]
+    modes: Any = {
+        key: SimpleNamespace(times=each, runner=SimpleNamespace(is_launch_bound=each.width > 1))
+        for key, each in zip(keys, times, strict=True)
+    }
+    found = StartupMeasurements.of(modes, PROBES, 3)
+    assert found.times == dict(zip(("dp1", "tp2"), times, strict=True))
+    assert found.launch_bound == {"dp1": False, "tp2": True}
+    assert (found.probed, found.whole_layers) == (PROBES, 3)
 
 
 def test_a_narrow_group_has_no_use_for_probes_of_wide_ones() -> None:

@@ -167,7 +167,10 @@ class ModeRunner(CPUModelRunner):
         """There are no graphs on CPU."""
         return 0, 0
 
-    def prepare_graphs(self) -> int:
+    is_launch_bound = False
+    """No step on CPU is bound by launches."""
+
+    def prepare_graphs(self, launch_bound: bool | None = None) -> int:
         """There are no graphs on CPU."""
         return 0
 

@@ -186,7 +186,7 @@ class GpuModeRunner(GPUModelRunner):
         self._split_builders: list[Any] = []
         """The attention metadata builders of the prompt graphs."""
         self._decode_limits = (0, 0)
-        self._is_launch_bound = self._may_be_launch_bound
+        self.is_launch_bound = self._may_be_launch_bound
         """Whether launches bound steps that are longer than the usual prompt graphs."""
         self._takes_arrays = take_arrays(self.req_states.all_token_ids)
         self._launched = torch.cuda.Event()
@@ -228,7 +228,7 @@ class GpuModeRunner(GPUModelRunner):
         return prompt_graph_sizes(
             self.scheduler_config.max_num_batched_tokens,
             borrows=self._first in self._borrowing,
-            is_launch_bound=self._is_launch_bound,
+            is_launch_bound=self.is_launch_bound,
         )
 
     @property
@@ -413,8 +413,11 @@ class GpuModeRunner(GPUModelRunner):
             self._first_graph_bytes = max(0, int(samples[0]))
         return taken
 
-    def prepare_graphs(self) -> int:
-        """Capture the CUDA graphs of all trees with their group active; return their bytes."""
+    def prepare_graphs(self, launch_bound: bool | None = None) -> int:
+        """Capture the CUDA graphs of all trees with their group active; return their bytes.
+
+        `launch_bound` is what a process before this one has found, if any.
+        """
         taken = 0
         for mode in self._trees:
             self.use(mode)
@@ -423,7 +426,9 @@ class GpuModeRunner(GPUModelRunner):
                     taken += int(self.capture_model())
         if self._prompt_graphs is not None:
             if self._may_be_launch_bound:
-                self._is_launch_bound = self._find_launch_bound()
+                if launch_bound is None:
+                    launch_bound = self._find_launch_bound()
+                self.is_launch_bound = launch_bound
                 self._prompt_graphs = self._own_manager(self._prompt_sizes(), CUDAGraphMode.FULL)
             self.use(self._first, reads_prompts=True)
             taken += int(self.capture_model())
