@@ -263,7 +263,11 @@ def as_json(plan: ModelPlan) -> dict[str, Any]:
     return {
         "model": plan.name,
         "elements": size.elements,
-        "bytes_per_element": {"linear": element.linear, "other": element.other},
+        "bytes_per_element": {
+            "linear": element.linear,
+            "other": element.other,
+            "kv": element.kv,
+        },
         "device": plan.device.kind,
         "ranks": plan.ranks,
         "memory_bytes": plan.device.memory_bytes,

@@ -17,7 +17,9 @@ from coordinator.protocol.model_size import ModelSize
 Borrow = Literal["none", "ffn", "all"]
 
 FOUR_BYTES = ("float32", "float")
-"""vLLM's names of the type of four bytes; all other types of weights and KV have two."""
+"""vLLM's names of the type of four bytes; all other types of weights have two."""
+KV_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
+"""vLLM's names of types of the KV cache that can be served, beside that of the weights."""
 GROUP_BITS = 20
 """Bits of a scale (16) and a zero (4) of one group of AWQ or GPTQ."""
 GROUP_DEFAULT = 128
@@ -35,7 +37,9 @@ class ElementBytes:
     linear: float
     """Of linear layers and experts, which a quantization makes smaller."""
     other: int
-    """Of embeddings, lm_head, norms and KV."""
+    """Of embeddings, lm_head and norms."""
+    kv: int
+    """Of the KV cache."""
 
 
 def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()) -> ElementBytes:
@@ -47,7 +51,8 @@ def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()
     stored = next((found for name in _QUANTIZATIONS if (found := config.get(name))), None)
     given = last_value(options, "--quantization")
     bits = _quantized_bits(stored if isinstance(stored, Mapping) else {}, given)
-    return ElementBytes(other if bits is None else bits / 8, other)
+    kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", other)
+    return ElementBytes(other if bits is None else bits / 8, other, kv)
 
 
 def _quantized_bits(stored: Mapping[str, Any], given: str | None) -> float | None:

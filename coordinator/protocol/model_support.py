@@ -12,12 +12,13 @@ from typing import Any
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
+from coordinator.protocol.held_weights import KV_BYTES
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
-KV_TYPES = ("auto", "bfloat16", "float16")
+KV_TYPES = ("auto", *KV_BYTES)
 """KV cache types that can be served."""
 
 _INSTEAD_OF_QUANTIZED = (
@@ -86,7 +87,11 @@ BORROWED_SHARED_EXPERTS = refusal(
 
 def kv_type_refusal(name: str) -> str:
     """Return the sentence about a type of the KV cache."""
-    return refusal(f"KV cache type {name!r}", "leave out --kv-cache-dtype")
+    types = ", ".join(KV_TYPES[:-2])
+    return refusal(f"KV cache type {name!r}", f"use --kv-cache-dtype {types} or fp8")
+
+
+MIXED_KV = refusal("layers with KV of another type", "leave out --kv-cache-dtype-skip-layers")
 
 
 def parallel_refusal(name: str) -> str:
@@ -202,6 +207,8 @@ def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
         yield KV_CONNECTORS
     if (last_value(options, "--kv-cache-dtype") or "auto") not in KV_TYPES:
         yield kv_type_refusal(last_value(options, "--kv-cache-dtype") or "")
+    if "--kv-cache-dtype-skip-layers" in names:
+        yield MIXED_KV
     if last_value(options, "--runner") == "pooling":
         yield POOLING
 

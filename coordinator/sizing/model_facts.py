@@ -58,7 +58,7 @@ class ModelFacts:
             num_kv_heads=size.kv_heads,
             head_dim_k=size.head_dim,
             head_dim_v=size.head_dim,
-            dtype_bytes=self.element.other,
+            dtype_bytes=self.element.kv,
             tokens_per_slot=self.block_tokens,
         )
 

@@ -82,7 +82,7 @@ SENTENCES = (
     *(model_support.LORA, model_support.SPECULATION, model_support.KV_CONNECTORS),
     *(model_support.MULTIMODAL, model_support.ENCODERS, model_support.POOLING),
     *(model_support.LATENT_ATTENTION, model_support.RECURRENT, model_support.CHUNKED_ATTENTION),
-    *(model_support.ALIBI, model_support.kv_type_refusal("fp8")),
+    *(model_support.ALIBI, model_support.kv_type_refusal("fp8_e5m2"), model_support.MIXED_KV),
 )
 
 

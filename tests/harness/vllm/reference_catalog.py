@@ -32,12 +32,15 @@ class Entry:
     lengths: tuple[int, ...] = FEW_LENGTHS
     tp: int = 1
     dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
     kind: Literal["logits", "cases"] = "logits"
 
 
 ENTRIES = (
     Entry("demo", "demo", LENGTHS),
     Entry("demo-tp2", "demo", LENGTHS, tp=2),
+    Entry("demo-fp8-kv", "demo", FEW_LENGTHS, kv_cache_dtype="fp8"),
+    Entry("demo-fp8-kv-tp2", "demo", FEW_LENGTHS, tp=2, kv_cache_dtype="fp8"),
     Entry("demo-cases", "demo", (), kind="cases"),
     Entry("one-kv-head", "one-kv-head"),
     Entry("qwen3-moe", "qwen3-moe"),

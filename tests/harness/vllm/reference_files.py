@@ -33,7 +33,9 @@ def spec_of(entry: Entry) -> dict[str, Any]:
         cases = greedy_cases()
         return {"cases": [{"prompt": case.prompt, "params": case.params} for case in cases]}
     prompts, text = prompts_and_text()
+    kv = entry.kv_cache_dtype
     return {
+        **({} if kv == "auto" else {"kv_cache_dtype": kv}),
         "dtype": entry.dtype,
         "tp": entry.tp,
         "max_model_len": 1024,

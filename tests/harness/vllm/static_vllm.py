@@ -2,7 +2,9 @@
 
 Run in a process: `tests.harness.vllm.static_vllm SPEC.json OUT.npz`. SPEC names the
 model folder, dtype, tp, a quantization if any, the prompts (token ids), how many tokens to generate
-and the texts (token ids) to score. Nothing of ours is imported.
+and the texts (token ids) to score. With an fp8 KV cache, linear layers on CPU are not packed:
+packed ones sum in another order, and what they give may be rounded to another number of fp8.
+Nothing of ours is imported.
 """
 
 import json
@@ -42,6 +44,17 @@ def fork_workers() -> None:
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def keep_plain_weights() -> None:
+    """Let linear layers on CPU compute with their weights as they were loaded."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
 def main() -> None:
     """Generate and score, then save arrays named after the prompts' numbers."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -50,10 +63,13 @@ def main() -> None:
 
     fork_workers()
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("kv_cache_dtype"):
+        keep_plain_weights()
     llm = LLM(
         model=spec["model"],
         dtype=spec["dtype"],
         quantization=spec.get("quantization"),
+        kv_cache_dtype=spec.get("kv_cache_dtype", "auto"),
         tensor_parallel_size=spec["tp"],
         max_model_len=spec["max_model_len"],
         gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),

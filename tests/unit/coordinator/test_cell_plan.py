@@ -31,7 +31,7 @@ from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B
 from tests.harness.vllm.families import FAMILIES, SIZES, Family
 
 MODEL = {**QWEN3_32B, "model_type": "qwen3", "max_position_embeddings": 40_960}
-BF16 = ElementBytes(2, 2)
+BF16 = ElementBytes(2, 2, 2)
 
 
 def facts(*words: str, config: dict[str, Any] = MODEL, memory: int = 80 * GIB) -> ModelFacts:
@@ -118,6 +118,28 @@ def test_bytes_of_linear_layers(
 ) -> None:
     found = element_bytes(config, read_options(words)[0])
     assert found.linear == pytest.approx(linear, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("words", "kv_bytes"),
+    [
+        ((), 2),
+        (("--dtype", "float32"), 4),
+        (("--dtype", "float32", "--kv-cache-dtype", "auto"), 4),
+        (("--dtype", "float32", "--kv-cache-dtype", "bfloat16"), 2),
+        (("--kv-cache-dtype", "fp8"), 1),
+    ],
+)
+def test_bytes_of_a_number_of_kv(words: tuple[str, ...], kv_bytes: int) -> None:
+    assert element_bytes({}, read_options(words)[0]).kv == kv_bytes
+
+
+def test_an_fp8_cache_has_twice_the_pages() -> None:
+    half, whole = (
+        plan(Division(2, (1, 2)), "--kv-cache-memory-bytes", "4294967296", *words)
+        for words in (("--kv-cache-dtype", "fp8"), ())
+    )
+    assert half.pages == 2 * whole.pages > 0
 
 
 def test_a_cell_that_does_not_start_says_why() -> None:

@@ -317,14 +317,14 @@ def test_a_model_that_ranks_serve(model: Path, fields: dict[str, Any]) -> None:
             (["--gpu-memory-utilization", value], f"utilization takes a number, not '{value}'")
             for value in ("None", "", "nan", "inf", "1e999", "1e5.", "0x1")
         ),
-        *(
-            (["--gpu-memory-utilization", value], f"utilization {value}: use a number above 0")
-            for value in ("0", "-1", "1.1")
-        ),
+        (["--gpu-memory-utilization", "0"], "utilization 0: use a number above 0"),
+        (["--gpu-memory-utilization", "-1"], "utilization -1: use a number above 0"),
+        (["--gpu-memory-utilization", "1.1"], "utilization 1.1: use a number above 0"),
         (["--cpu-offload-gb", "None"], "--cpu-offload-gb takes a number, not 'None'"),
         (["--cpu-offload-gb", "-1"], "--cpu-offload-gb -1: use 0 or more"),
         (["--gpu-memory-utilization.x", "1"], "takes a number and has no parts"),
-        (["--kv-cache-dtype", "fp8"], "KV cache type 'fp8' cannot be served"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "KV cache type 'fp8_e5m2' cannot be served"),
+        (["--kv-cache-dtype-skip-layers", "0"], "layers with KV of another type cannot be served"),
         (["--enable-lora"], "LoRA adapters cannot be served"),
         (["--speculative-config", "{}"], "speculative decoding cannot be served"),
         (["-tp", "2"], "leave out --tensor-parallel-size"),

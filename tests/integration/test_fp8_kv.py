@@ -1,0 +1,88 @@
+"""An fp8 KV cache in every layout: static vLLM's numbers, exact streams, pages of a quarter.
+
+Weights and activations are fp32, so pages of fp8 have a quarter of the bytes. A value between two
+numbers of fp8 may be rounded to either where sums have another order, as in static tp.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import begun, submit, tokens_of
+from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.answers import ENGINE_ARGS, answers
+from tests.harness.vllm.reference_files import Reference, reference
+from tests.harness.vllm.references import FP32_TOLERANCE
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+LAYOUTS = ("dp2", "tp2", "sp2", "shift2")
+SWITCHES = 15
+TOKENS = 300
+ROUNDING = 10 * FP32_TOLERANCE
+"""What logits may be off by at least: what is computed together decides the order of sums, too."""
+FP8 = ["--kv-cache-dtype", "fp8"]
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    with bare_cell(tmp_path_factory.mktemp("fp8"), ranks=2, engine_args=[*ENGINE_ARGS, *FP8]) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def static() -> dict[int, Reference]:
+    """Static vLLM with such a cache, by tp size."""
+    return {1: reference("demo-fp8-kv", MODEL), 2: reference("demo-fp8-kv-tp2", MODEL)}
+
+
+def far_apart(static: dict[int, Reference]) -> float:
+    """How far single scores of static tp 1 and 2 differ."""
+    return float(np.abs(static[1].arrays["scores"] - static[2].arrays["scores"]).max())
+
+
+async def test_each_layout_computes_what_static_vllm_does(
+    cell: BareCell, static: dict[int, Reference]
+) -> None:
+    limit = max(ROUNDING, 2 * far_apart(static))
+    plain = reference("demo", MODEL).arrays["scores"]
+    for layout in LAYOUTS:
+        await asyncio.to_thread(cell.switch, layout)
+        streams, scores = await answers(cell, layout, static[1].prompts, static[1].text)
+        static[1].check(streams, scores, limit, layout)
+        if layout == "dp2":
+            assert np.abs(scores - static[1].arrays["scores"]).max() < FP32_TOLERANCE
+        assert np.abs(scores - plain).max() > 10 * limit, "the cache is not of fp8"
+
+
+async def test_streams_are_exact_over_random_switches(cell: BareCell) -> None:
+    """KV moves as bytes, and nothing is computed again."""
+    draw, layout, client = random.Random(36), "tp2", TaskClient()
+    async with client.connected(cell):
+        await asyncio.to_thread(cell.switch, layout)
+        calm = tokens_of(await client.finish(*submit(client, "calm", TOKENS)))
+        names = submit(client, "switched", TOKENS)
+        await begun(client, names)
+        for _ in range(SWITCHES):
+            layout = draw.choice([each for each in LAYOUTS if each != layout])
+            await asyncio.to_thread(cell.switch, layout, "reshard")
+        assert not all(client.streams[name].finished for name in names), "the streams are too short"
+        assert tokens_of(await client.finish(*names)) == calm
+    records = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
+    assert sum(record["tasks"]["recompute"] for record in records) == 0
+    assert sum(record["reshard_bytes"] for record in records) > 0
+
+
+def test_pages_have_a_quarter_of_the_bytes(cell: BareCell, tmp_path: Path) -> None:
+    def pages_of(of: BareCell) -> float:
+        kv_bytes = of.get("/admin/ranks")["ranks"][0]["memory"]["kv"]
+        return float(of.get("/admin/layout")["groups"][0]["pages_total"] / kv_bytes)
+
+    cell.switch("dp2")
+    with bare_cell(tmp_path, ranks=1, engine_args=ENGINE_ARGS) as plain:
+        assert pages_of(cell) / pages_of(plain) == pytest.approx(4, rel=0.01)
