@@ -63,7 +63,7 @@ def main() -> None:
 
     fork_workers()
     spec = json.loads(Path(sys.argv[1]).read_text())
-    if spec.get("kv_cache_dtype"):
+    if spec.get("kv_cache_dtype", "auto") != "auto":
         keep_plain_weights()
     llm = LLM(
         model=spec["model"],

@@ -1,0 +1,74 @@
+"""Experts and fp8 KV on two GPUs compute what static vLLM does in every layout, also when moved.
+
+Tiny random checkpoints in bf16. Needs two NVIDIA GPUs and vLLM's CUDA build (fp8: compute
+capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` prints what was
+measured.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.harness.cells.bare_cell import bare_cell
+from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.cuda_checkpoint import (
+    LAYOUTS,
+    Served,
+    check_loss,
+    check_moves,
+    static_scores,
+)
+from tests.harness.vllm.cuda_scores import ENGINE
+from tests.harness.vllm.families import BY_SLUG
+from tests.harness.vllm.tiny_models import make_family
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family, or the demo model, and what vLLM is to be told."""
+
+    slug: str = ""
+    kv_cache_dtype: str = "auto"
+    limits: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "qwen3-moe": Kind("qwen3-moe-a3b"),
+    "mixtral": Kind("mixtral-8x7b"),
+    "fp8-kv": Kind(kv_cache_dtype="fp8"),
+    "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Started when plain vLLM has left the GPUs."""
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
+    model = make_family(BY_SLUG[kind.slug], folder / "model") if kind.slug else MODEL
+    kv = kind.kv_cache_dtype
+    static = static_scores(folder, model, kv_cache_dtype=kv)
+    with bare_cell(
+        folder,
+        ranks=2,
+        model=model,
+        engine_args=["--dtype", "bfloat16", "--kv-cache-dtype", kv, *ENGINE],
+        device="cuda",
+        limits={"layout": "tp2", **kind.limits},
+        pause_limit_ms=60_000,
+    ) as up:
+        yield Served(request.param, static, up)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_is_that_of_static_vllm(served: Served, layout: str) -> None:
+    check_loss(served, layout)
+
+
+def test_tasks_keep_their_kv_over_switches(served: Served) -> None:
+    check_moves(served)
