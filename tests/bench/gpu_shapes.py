@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B, QWEN3_32B
+from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B
 from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -27,6 +27,7 @@ _LLAMA_70B: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B,
     "qwen3-32b": QWEN3_32B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
     "llama-3-70b-fp8": _LLAMA_70B,
     # For a look at what a layer costs the host: starts in seconds.
     "llama-3-70b-fp8-short": {**_LLAMA_70B, "num_hidden_layers": 24},

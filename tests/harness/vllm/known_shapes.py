@@ -37,3 +37,19 @@ QWEN3_32B: dict[str, Any] = {
     "num_attention_heads": 64,
     "vocab_size": 151936,
 }
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_32B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
