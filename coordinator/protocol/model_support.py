@@ -16,7 +16,9 @@ from coordinator.protocol.held_weights import KV_BYTES
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
-FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
+MODELOPT, MODELOPT_FP8 = "modelopt", "FP8"
+"""ModelOpt's fp8 checkpoints, and its name of those with per-tensor scales."""
+FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors", MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
 KV_TYPES = ("auto", *KV_BYTES)
 """KV cache types that can be served."""
@@ -312,10 +314,16 @@ def _quantization_refusals(
         yield cpu_quantization_refusal(name, holding.widest)
     elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
         yield packed_refusal(name, holding.widest)
-    elif stored.get("weight_block_size") or not all(
-        _is_plain_fp8(group) for group in _object(stored.get("config_groups")).values()
-    ):
+    elif not _are_plain_fp8(stored, name):
         yield other_scales_refusal(name, holding.widest)
+
+
+def _are_plain_fp8(stored: Mapping[str, Any], name: str) -> bool:
+    """Return whether stored weights are fp8 with scales that are viewed."""
+    if name == MODELOPT:
+        return str(stored.get("quant_algo")).upper() == MODELOPT_FP8
+    groups = _object(stored.get("config_groups")).values()
+    return not stored.get("weight_block_size") and all(_is_plain_fp8(group) for group in groups)
 
 
 def _object(value: object) -> Mapping[str, Any]:

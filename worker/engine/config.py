@@ -28,6 +28,8 @@ from coordinator.protocol.model_support import (
     KV_TYPES,
     LATENT_ATTENTION,
     LORA,
+    MODELOPT,
+    MODELOPT_FP8,
     MULTIMODAL,
     ONLINE_FP8,
     POOLING,
@@ -163,6 +165,8 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
 
 def _weight_kinds(quant: Any) -> list[str]:
     """Return the kinds of quantized linear layers: strategies, or vLLM's online shorthands."""
+    if quant.get_name() == MODELOPT:
+        return ["tensor" if quant.quant_method == MODELOPT_FP8 else "other"]
     if quant.get_name() == "fp8":
         return ["tensor" if quant.weight_block_size is None else "block"]
     if quant.get_name() == "compressed-tensors":

@@ -7,6 +7,10 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+from coordinator.protocol.config import check_config
+from coordinator.protocol.model_check import Memory, check_model
+from coordinator.protocol.model_files import ask_nobody
+
 
 def change(model: Path, **fields: Any) -> None:
     """Replace fields of a model's config.json."""
@@ -23,3 +27,18 @@ def hub_says(status: int, code: str) -> Any:
         raise urllib.error.HTTPError(url, status, "no", headers, None)
 
     return fetch
+
+
+def check(
+    model: Path | str,
+    *engine_args: str,
+    memory: Memory | None = None,
+    weights: bool = True,
+    **cell: Any,
+) -> None:
+    """Check the model of a cell as the command line does; nobody is asked for an id."""
+    data = {"model": {"path": str(model), "engine_args": engine_args}, "cell": cell}
+    check_model(
+        check_config(data), {"HF_HOME": "/nowhere"}, memory=memory, weights=weights,
+        fetch=ask_nobody,
+    )  # fmt: skip

@@ -42,37 +42,38 @@ LINEARS = {
     "mlp.up_proj": (INNER, HIDDEN),
     "mlp.down_proj": (HIDDEN, INNER),
 }
-CHANNEL_CONFIG = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "channel",
-                "symmetric": True,
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
+FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(strategy: str, inputs: str, *, dynamic: bool) -> dict[str, Any]:
+    """Compressed-tensors' configuration of fp8 weights and inputs with scales of these kinds."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**FP8_NUMBERS, "strategy": strategy, "dynamic": False},
+                "input_activations": {**FP8_NUMBERS, "strategy": inputs, "dynamic": dynamic},
+            }
+        },
+    }
+
+
 QUANTIZATION: dict[str, Any] = {
     "plain": None,
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
-    "channel": CHANNEL_CONFIG,
+    "channel": compressed("channel", "token", dynamic=True),
+    "compressed-static": compressed("tensor", "tensor", dynamic=False),
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
 }
+
+
+STATIC = ("fp8-static", "compressed-static", "modelopt")
+"""Kinds with scales of activations in the checkpoint."""
 
 
 def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -125,7 +126,7 @@ def _stored(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tenso
     size = weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()
     scale = size / FP8_MAX
     stored = {f"{name}.weight": (weight / scale).to(FP8), f"{name}.weight_scale": scale}
-    if kind == "fp8-static":
+    if kind in STATIC:
         stored[f"{name}.input_scale"] = torch.tensor(4 / FP8_MAX)
     return stored
 

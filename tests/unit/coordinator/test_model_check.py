@@ -17,25 +17,10 @@ from coordinator.cli.hardware import host_memory_bytes, read_gpus
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ask_nobody, find_model, weight_bytes, weight_paths
-from tests.harness.coordinator.model_folders import change, hub_says
+from tests.harness.coordinator.model_folders import change, check, hub_says
 from worker.demo import MODEL_DIR
 
 LIMIT_S = 2.0
-FP8 = {"num_bits": 8, "type": "float"}
-
-
-def check(
-    model: Path | str,
-    *engine_args: str,
-    memory: Memory | None = None,
-    weights: bool = True,
-    **cell: Any,
-) -> None:
-    data = {"model": {"path": str(model), "engine_args": engine_args}, "cell": cell}
-    check_model(
-        check_config(data), {"HF_HOME": "/nowhere"}, memory=memory, weights=weights,
-        fetch=ask_nobody,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -170,16 +155,6 @@ def test_weights_that_are_not_whole(model: Path) -> None:
         ({"alibi": True}, "ALiBi"),
         ({"attn_config": {"alibi": True}}, "ALiBi"),
         ({"position_embedding": "ALIBI"}, "ALiBi"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq', whose packed weights"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1]}}, "block sc"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": FP8}},
-            "quantized KV cache",
-        ),
-        (
-            {"quantization_config": {"config_groups": {"0": {"weights": {"num_bits": 4}}}}},
-            "with other weights than fp8",
-        ),
         ({"num_attention_heads": 9, "num_key_value_heads": 3}, "does not divide the model's 9"),
         ({"intermediate_size": 705}, "intermediate size 705"),
         ({"num_local_experts": 7}, "7 experts"),
@@ -192,46 +167,6 @@ def test_a_model_that_ranks_refuse(model: Path, fields: dict[str, Any], sentence
     assert str(refused.value).count(str(model)) == 1
 
 
-PACKED: tuple[dict[str, Any], ...] = (
-    {"quant_method": "awq"},
-    {"quant_method": "gptq"},
-    {"quant_method": "fp8", "weight_block_size": [128, 128]},
-)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("packed", PACKED, ids=lambda each: str(each["quant_method"]))
-def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
-    model: Path, packed: dict[str, Any], device: str
-) -> None:
-    change(model, quantization_config=packed)
-    halves: dict[str, Any] = {"device": device, "ranks": 2, "widths": [1, 2], "weight_parts": 2}
-    for borrow, layout in (("all", "dp2"), ("none", "tp2")):
-        check(model, **halves, borrow=borrow, layout=layout)
-    with pytest.raises(ConfigError, match="use --weight-parts 2 --borrow all, where"):
-        check(model, **halves, borrow="ffn", layout="dp2")
-    wide: dict[str, Any] = {"device": device, "ranks": 4, "widths": [1, 2, 4], "layout": "dp4"}
-    some: dict[str, Any] = {"weight_parts": 2, "borrow": "all"}
-    for more in ({}, some):
-        with pytest.raises(ConfigError, match="use --weight-parts 4 --borrow all, where"):
-            check(model, **wide, **more)
-    with pytest.raises(ConfigError, match=r"serve (the|a) bf16") as refused:
-        check(model, device=device, ranks=1, widths=[1], layout="dp1")
-    assert "--weight-parts" not in str(refused.value)
-    change(model, quantization_config={**packed, "kv_cache_scheme": FP8})
-    with pytest.raises(ConfigError, match="quantized KV cache"):
-        check(model, **halves, borrow="all")
-
-
-@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("value", [["fp8"], "fp8", 8, 0.5, True])
-def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) -> None:
-    change(model, **{name: value})
-    for device in ("cpu", "cuda"):
-        with pytest.raises(ConfigError, match=f"{name} in config.json is no object"):
-            check(model, device=device)
-
-
 READ = (
     *("architectures", "is_encoder_decoder", "kv_lora_rank", "sliding_window"),
     *("layers_block_type", "layer_types", "quantization_config", "compression_config", "dtype"),
@@ -241,7 +176,9 @@ READ = (
     *("intermediate_size", "num_experts", "num_local_experts"),
 )
 """The members of config.json that the check reads."""
-READ_OF_QUANTIZATION = ("quant_method", "kv_cache_scheme", "weight_block_size", "config_groups")
+READ_OF_QUANTIZATION = (
+    *("quant_method", "kv_cache_scheme", "weight_block_size", "config_groups", "quant_algo"),
+)
 ANY_JSON: tuple[Any, ...] = (
     None,
     True,
@@ -287,18 +224,6 @@ def test_members_of_any_type_never_raise_anything_else(model: Path, value: Any) 
         {"sliding_window": 4096},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"attention_chunk_size": 8192, "max_position_embeddings": 8192},
-        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-        {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    "0": {
-                        "weights": {**FP8, "strategy": "channel"},
-                        "input_activations": {**FP8, "strategy": "token"},
-                    }
-                },
-            }
-        },
     ],
 )
 def test_a_model_that_ranks_serve(model: Path, fields: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from tests.harness.vllm.trees import (
     CPU,
     FP8,
     HIDDEN,
+    STATIC,
     Trees,
     tree_process,
     write_model,
@@ -38,7 +39,7 @@ from worker.engine.weights.layers import ViewError, place_scales
 from worker.engine.weights.selftest import prove_tree, stored_rows
 from worker.engine.weights.tree import foreign_bytes
 
-KINDS = ("fp8", "fp8-static", "channel")
+KINDS = ("fp8", "fp8-static", "channel", "compressed-static", "modelopt")
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -80,7 +81,7 @@ def test_shard_major_rows_have_the_bits_of_natural_order(
         assert torch.equal(bits[rows], natural[name].weight.data.t().view(torch.uint8)), name
         scales, expected = layer.weight_scale.data, natural[name].weight_scale.data
         assert torch.equal(scales[rows] if scales.numel() > 1 else scales, expected), name
-        if kind == "fp8-static":
+        if kind in STATIC:
             assert torch.equal(layer.input_scale, natural[name].input_scale)
         else:
             assert layer.input_scale is None
@@ -312,6 +313,7 @@ def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> 
         ("compressed-tensors", scheme("channel", inputs=False), "other weights than fp8"),
         ("gptq_marlin", named("gptq_marlin"), "packed weights"),
         ("awq", named("awq"), "packed weights"),
+        ("modelopt", named("modelopt", quant_method="FP8_PB_WO"), "other weights than fp8"),
         ("modelopt_fp4", named("modelopt_fp4"), "packed weights"),
         ("mxfp4", named("mxfp4"), "packed weights"),
         (

@@ -67,9 +67,10 @@ They cover each bucket of our kernel, which this compiles, and both paths for ma
 def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
     """Return the fp8 kernel of a linear layer; None if it has none that we know."""
     for owner in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
-        kernel = getattr(owner, "fp8_linear", None)
-        if isinstance(kernel, FP8ScaledMMLinearKernel):
-            return kernel
+        for name in ("fp8_linear", "kernel"):
+            kernel = getattr(owner, name, None)
+            if isinstance(kernel, FP8ScaledMMLinearKernel):
+                return kernel
     return None
 
 

@@ -457,6 +457,8 @@ class PlannedHead(ParallelLMHead):
         if plan is not None and plan.head_whole:
             kwargs["disable_tp"] = True
         super().__init__(*args, **kwargs)
+        # A quantization that leaves it out may take it for a linear layer.
+        self._cpu_skip_gemm_dispatch = True
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -59,6 +60,8 @@ from worker.engine.weights.moe import (
     real_expert_maps,
 )
 
+PLAIN_VOCABULARY = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+"""ModelOpt's checkpoints give the latter to an lm_head that they leave out."""
 VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorMerged, ViewedColumn, ViewedReplicated, ViewedRow)
 
 
@@ -141,7 +144,7 @@ def check_viewable(model: nn.Module) -> None:
         if is_quantized(module) and not is_unviewed(module):
             check_quantized(name, module)
         if isinstance(module, VocabParallelEmbedding) and not isinstance(
-            module.quant_method, UnquantizedEmbeddingMethod
+            module.quant_method, PLAIN_VOCABULARY
         ):
             raise ViewError(
                 f"layer {name} has a quantized vocabulary, which cannot be viewed per rank yet: "
