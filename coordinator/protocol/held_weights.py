@@ -20,6 +20,8 @@ FOUR_BYTES = ("float32", "float")
 """vLLM's names of the type of four bytes; all other types of weights have two."""
 KV_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
 """vLLM's names of types of the KV cache that can be served, beside that of the weights."""
+COMPRESSED = "compressed-tensors"
+"""The format of llm-compressor's checkpoints."""
 GROUP_BITS = 20
 """Bits of a scale (16) and a zero (4) of one group of AWQ or GPTQ."""
 GROUP_DEFAULT = 128
@@ -51,23 +53,33 @@ def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()
     stored = next((found for name in _QUANTIZATIONS if (found := config.get(name))), None)
     given = last_value(options, "--quantization")
     bits = _quantized_bits(stored if isinstance(stored, Mapping) else {}, given)
-    kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", other)
+    has_fp8_kv = isinstance(stored, Mapping) and is_plain_kv(stored.get("kv_cache_scheme"))
+    usual = KV_BYTES["fp8"] if has_fp8_kv else other
+    kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", usual)
     return ElementBytes(other if bits is None else bits / 8, other, kv)
+
+
+def is_plain_kv(scheme: object) -> bool:
+    """Return whether a checkpoint's scheme of KV is fp8 with one scale for a layer's K and V."""
+    if not isinstance(scheme, Mapping):
+        return False
+    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return is_fp8 and scheme.get("strategy") in (None, "tensor") and not scheme.get("dynamic")
 
 
 def _quantized_bits(stored: Mapping[str, Any], given: str | None) -> float | None:
     """Return the bits of a quantized weight; None if linear layers are not quantized."""
     name = str(stored.get("quant_method") or given or "").lower()
     if not name and "config_groups" in stored:
-        name = "compressed-tensors"
+        name = COMPRESSED
     if name in ("", "none"):
         return None
     if name in _GROUPED:
         bits = int(stored.get("bits") or stored.get("w_bit") or 4)
         group = int(stored.get("group_size") or GROUP_DEFAULT)
         return bits + GROUP_BITS / (group if group > 0 else GROUP_DEFAULT)
-    if name == "compressed-tensors":
-        return _compressed_bits(stored)
+    if name == COMPRESSED:
+        return _compressed_bits(stored) if stored.get("config_groups") else None
     return _BITS.get(name, 8.0)
 
 

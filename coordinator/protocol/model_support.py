@@ -12,13 +12,13 @@ from typing import Any
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
-from coordinator.protocol.held_weights import KV_BYTES
+from coordinator.protocol.held_weights import COMPRESSED, KV_BYTES, is_plain_kv
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 MODELOPT, MODELOPT_FP8 = "modelopt", "FP8"
 """ModelOpt's fp8 checkpoints, and its name of those with per-tensor scales."""
-FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors", MODELOPT)
+FP8_QUANTIZATIONS = ("fp8", "online", COMPRESSED, MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
 KV_TYPES = ("auto", *KV_BYTES)
 """KV cache types that can be served."""
@@ -151,7 +151,7 @@ def packed_refusal(name: str, widest: int = 1) -> str:
 def quantized_kv_refusal(name: str) -> str:
     """Return the sentence about a checkpoint with scales for a quantized KV cache."""
     return refusal(
-        f"quantization {name!r} with a quantized KV cache",
+        f"quantization {name!r} with a quantized KV cache of another kind than fp8 with one scale",
         f"take it out of config.json or {_INSTEAD_OF_QUANTIZED}",
     )
 
@@ -303,12 +303,12 @@ def _quantization_refusals(
     stored = next((found for name in _QUANTIZATIONS if (found := _object(config.get(name)))), {})
     name = str(stored.get("quant_method") or last_value(options, "--quantization") or "")
     if stored and not name and "config_groups" in stored:
-        name = "compressed-tensors"
+        name = COMPRESSED
     if not name or name == "None":
         return
-    if stored.get("kv_cache_scheme"):
+    if (kv := stored.get("kv_cache_scheme")) and not is_plain_kv(kv):
         yield quantized_kv_refusal(name)
-    elif holding.is_unviewed:
+    elif holding.is_unviewed or (name == COMPRESSED and not stored.get("config_groups")):
         return
     elif device == "cpu":
         yield cpu_quantization_refusal(name, holding.widest)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import bare_cell
-from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.cuda_checkpoint import (
     LAYOUTS,
     Served,
@@ -21,17 +20,16 @@ from tests.harness.vllm.cuda_checkpoint import (
     static_scores,
 )
 from tests.harness.vllm.cuda_scores import ENGINE
-from tests.harness.vllm.families import BY_SLUG
-from tests.harness.vllm.tiny_models import make_family
+from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A family, or the demo model, and what vLLM is to be told."""
+    """A model, and what vLLM is to be told."""
 
-    slug: str = ""
+    model: str
     kv_cache_dtype: str = "auto"
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -39,7 +37,8 @@ class Kind:
 KINDS = {
     "qwen3-moe": Kind("qwen3-moe-a3b"),
     "mixtral": Kind("mixtral-8x7b"),
-    "fp8-kv": Kind(kv_cache_dtype="fp8"),
+    "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
+    "kv-scales": Kind("kv-scales"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
 
@@ -50,8 +49,7 @@ def served(
 ) -> Iterator[Served]:
     """Started when plain vLLM has left the GPUs."""
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
-    model = make_family(BY_SLUG[kind.slug], folder / "model") if kind.slug else MODEL
-    kv = kind.kv_cache_dtype
+    model, kv = model_of(kind.model, folder), kind.kv_cache_dtype
     static = static_scores(folder, model, kv_cache_dtype=kv)
     with bare_cell(
         folder,

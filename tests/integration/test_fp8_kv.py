@@ -7,17 +7,29 @@ numbers of fp8 may be rounded to either where sums have another order, as in sta
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cells.lost_ranks import begun, submit, tokens_of
+from tests.harness.cells.log_events import events_of
+from tests.harness.cells.lost_ranks import (
+    HASTY,
+    SOON,
+    back,
+    begun,
+    kill,
+    pids_of,
+    submit,
+    tokens_of,
+)
 from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.answers import ENGINE_ARGS, answers
 from tests.harness.vllm.reference_files import Reference, reference
 from tests.harness.vllm.references import FP32_TOLERANCE
+from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -26,6 +38,8 @@ SWITCHES = 15
 TOKENS = 300
 ROUNDING = 10 * FP32_TOLERANCE
 """What logits may be off by at least: what is computed together decides the order of sums, too."""
+SCALED_ROUNDING = 0.02
+"""The same of a model whose logits are larger; static tp 1 and 2 differ by 0.003."""
 FP8 = ["--kv-cache-dtype", "fp8"]
 
 
@@ -39,6 +53,25 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
 def static() -> dict[int, Reference]:
     """Static vLLM with such a cache, by tp size."""
     return {1: reference("demo-fp8-kv", MODEL), 2: reference("demo-fp8-kv-tp2", MODEL)}
+
+
+@dataclass
+class Scaled:
+    """A checkpoint with scales of its own for K and V of each layer, and static vLLM's numbers."""
+
+    cell: BareCell
+    static: Reference
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
+    """No option names the type of the cache."""
+    folder = tmp_path_factory.mktemp("scales")
+    model = model_of("kv-scales", folder)
+    with bare_cell(
+        folder, ranks=2, model=model, engine_args=ENGINE_ARGS, limits=dict(SOON), **HASTY
+    ) as up:
+        yield Scaled(up, reference("kv-scales", model))
 
 
 def far_apart(static: dict[int, Reference]) -> float:
@@ -86,3 +119,33 @@ def test_pages_have_a_quarter_of_the_bytes(cell: BareCell, tmp_path: Path) -> No
     cell.switch("dp2")
     with bare_cell(tmp_path, ranks=1, engine_args=ENGINE_ARGS) as plain:
         assert pages_of(cell) / pages_of(plain) == pytest.approx(4, rel=0.01)
+
+
+async def check_layouts(scaled: Scaled, tag: str) -> None:
+    for layout in LAYOUTS:
+        await asyncio.to_thread(scaled.cell.switch, layout)
+        name = f"{tag}-{layout}"
+        streams, scores = await answers(
+            scaled.cell, name, scaled.static.prompts, scaled.static.text
+        )
+        scaled.static.check(streams, scores, SCALED_ROUNDING, name)
+
+
+async def test_scales_of_a_checkpoint_count_in_every_layout(scaled: Scaled) -> None:
+    """Without them scores are off by 1.1."""
+    await check_layouts(scaled, "scaled")
+
+
+async def test_a_rank_that_returns_has_the_scales(scaled: Scaled) -> None:
+    """It finds its weights in memory, and reads no checkpoint."""
+    before = pids_of(scaled.cell)
+    await asyncio.to_thread(kill, scaled.cell, 1, before[1])
+    await asyncio.to_thread(back, scaled.cell, "rank 1")
+    built = [
+        each["loaded_bytes"]
+        for each in events_of(scaled.cell.log("worker"), "rank_built")
+        if each["rank"] == 1
+    ]
+    assert built[0] > 0
+    assert built[1:] == [0]
+    await check_layouts(scaled, "returned")

@@ -20,6 +20,7 @@ from comm_pool.layout import Mode
 from comm_pool.mixed import Staged
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
+from coordinator.protocol.held_weights import COMPRESSED, is_plain_kv
 from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, cpu_kv_bytes
 from coordinator.protocol.model_support import (
     ENCODERS,
@@ -146,9 +147,10 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
     quant, name = vllm_config.quant_config, str(vllm_config.model_config.quantization)
     if quant is None:
         return None
-    if getattr(quant, "kv_cache_scheme", None) is not None:
+    kv = getattr(quant, "kv_cache_scheme", None)
+    if kv is not None and not is_plain_kv(kv):
         return quantized_kv_refusal(name)
-    if holding.is_unviewed:
+    if holding.is_unviewed or (quant.get_name() == COMPRESSED and not quant.target_scheme_map):
         return None
     if current_platform.is_cpu():
         return cpu_quantization_refusal(name, holding.widest)
@@ -169,7 +171,7 @@ def _weight_kinds(quant: Any) -> list[str]:
         return ["tensor" if quant.quant_method == MODELOPT_FP8 else "other"]
     if quant.get_name() == "fp8":
         return ["tensor" if quant.weight_block_size is None else "block"]
-    if quant.get_name() == "compressed-tensors":
+    if quant.get_name() == COMPRESSED:
         return [_scheme_kind(scheme) for scheme in quant.target_scheme_map.values()]
     if quant.args.targets is not None:
         return list(quant.args.targets.values())

@@ -41,6 +41,8 @@ ENTRIES = (
     Entry("demo-tp2", "demo", LENGTHS, tp=2),
     Entry("demo-fp8-kv", "demo", FEW_LENGTHS, kv_cache_dtype="fp8"),
     Entry("demo-fp8-kv-tp2", "demo", FEW_LENGTHS, tp=2, kv_cache_dtype="fp8"),
+    Entry("kv-scales", "kv-scales", kv_cache_dtype="fp8"),
+    Entry("kv-scales-tp2", "kv-scales", tp=2, kv_cache_dtype="fp8"),
     Entry("demo-cases", "demo", (), kind="cases"),
     Entry("one-kv-head", "one-kv-head"),
     Entry("qwen3-moe", "qwen3-moe"),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -15,6 +16,7 @@ from transformers import (
 )
 
 from tests.harness.cells.servers import MODEL
+from tests.harness.coordinator.model_folders import change
 from tests.harness.vllm.families import BY_SLUG, Family
 from tests.harness.vllm.families import SIZES as FAMILY_SIZES
 from tests.harness.vllm.plain_models import build_plain
@@ -66,6 +68,30 @@ MODELS: dict[str, Any] = {
 }
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+KV_QUANTIZED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {},
+    "kv_cache_scheme": {**KV_SCHEME, "dynamic": False},
+}
+"""As checkpoints say that only their KV cache is quantized, with scales of their own."""
+
+
+def make_kv_scales(folder: Path) -> Path:
+    """A model with plain weights and with scales of K and V, which differ by layer."""
+    make_model(folder, LlamaConfig(**LONG, tie_word_embeddings=False))
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(LONG["num_hidden_layers"]):
+        for name, scale in (("k", 0.003 * (layer + 1)), ("v", 0.001 * (layer + 2))):
+            weights[f"model.layers.{layer}.self_attn.{name}_scale"] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    change(folder, quantization_config=KV_QUANTIZED)
+    return folder
+
+
 def make_family(family: Family, folder: Path) -> Path:
     """Write the checkpoint of a family: random, with biases and norms that are not trivial."""
     given = {**FAMILY_SIZES, **family.fields}
@@ -78,6 +104,8 @@ def model_of(name: str, folder: Path) -> Path:
     """The demo model, or one of these, which is made in the folder."""
     if name == "demo":
         return MODEL
+    if name == "kv-scales":
+        return make_kv_scales(folder / name)
     if name in BY_SLUG:
         return make_family(BY_SLUG[name], folder / name)
     make_model(folder / name, MODELS[name])

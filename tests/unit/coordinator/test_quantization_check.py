@@ -7,10 +7,22 @@ from typing import Any
 import pytest
 
 from coordinator.protocol.config import ConfigError
+from coordinator.protocol.engine_options import read_options
+from coordinator.protocol.held_weights import ElementBytes, element_bytes
 from tests.harness.coordinator.model_folders import change, check
 from worker.demo import MODEL_DIR
 
 FP8 = {"num_bits": 8, "type": "float"}
+
+
+OTHER_KV = (
+    {**FP8, "strategy": "attn_head"},
+    {**FP8, "dynamic": True},
+    {**FP8, "type": "int"},
+    {**FP8, "num_bits": 4},
+    "fp8",
+)
+"""Of scales that ranks do not divide, or of other numbers."""
 
 
 @pytest.fixture
@@ -23,7 +35,10 @@ def model(tmp_path: Path) -> Path:
     [
         ({"quant_method": "awq"}, "'awq', whose packed weights"),
         ({"quant_method": "fp8", "weight_block_size": [1]}, "block sc"),
-        ({"quant_method": "fp8", "kv_cache_scheme": FP8}, "quantized KV cache"),
+        *(
+            ({"quant_method": "fp8", "kv_cache_scheme": scheme}, "quantized KV cache of another")
+            for scheme in OTHER_KV
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "other weights than fp8"),
         ({"config_groups": {"0": {"weights": {"num_bits": 4}}}}, "other weights than fp8"),
     ],
@@ -49,6 +64,8 @@ CHANNELS = {
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         {"quant_method": "compressed-tensors", "config_groups": {"0": CHANNELS}},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FP8},
+        {"quant_method": "fp8", "kv_cache_scheme": {**FP8, "strategy": "tensor"}},
     ],
 )
 def test_a_quantization_that_ranks_serve(model: Path, quantization: dict[str, Any]) -> None:
@@ -83,6 +100,8 @@ def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
         check(model, device=device, ranks=1, widths=[1], layout="dp1")
     assert "--weight-parts" not in str(refused.value)
     change(model, quantization_config={**packed, "kv_cache_scheme": FP8})
+    check(model, **halves, borrow="all")
+    change(model, quantization_config={**packed, "kv_cache_scheme": OTHER_KV[0]})
     with pytest.raises(ConfigError, match="quantized KV cache"):
         check(model, **halves, borrow="all")
 
@@ -94,3 +113,15 @@ def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) ->
     for device in ("cpu", "cuda"):
         with pytest.raises(ConfigError, match=f"{name} in config.json is no object"):
             check(model, device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kv_alone_may_be_quantized(model: Path, device: str) -> None:
+    """Weights are as in other checkpoints, and take as much memory."""
+    alone = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}
+    change(model, quantization_config=alone)
+    check(model, device=device)
+    for fields in (alone, {**alone, "config_groups": None}):
+        assert element_bytes({"quantization_config": fields}) == ElementBytes(2, 2, 1)
+    given = read_options(["--kv-cache-dtype", "bfloat16"])[0]
+    assert element_bytes({"quantization_config": alone}, given).kv == 2
