@@ -13,6 +13,12 @@ from typing import Any, Literal
 from comm_pool.loans import spread_whole
 from coordinator.protocol.engine_options import GivenOption, last_value
 from coordinator.protocol.model_size import ModelSize
+from coordinator.protocol.stored_quantization import (
+    COMPRESSED,
+    StoredQuantization,
+    object_of,
+    stored_quantization,
+)
 
 Borrow = Literal["none", "ffn", "all"]
 
@@ -20,8 +26,6 @@ FOUR_BYTES = ("float32", "float")
 """vLLM's names of the type of four bytes; all other types of weights have two."""
 KV_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1}
 """vLLM's names of types of the KV cache that can be served, beside that of the weights."""
-COMPRESSED = "compressed-tensors"
-"""The format of llm-compressor's checkpoints."""
 GROUP_BITS = 20
 """Bits of a scale (16) and a zero (4) of one group of AWQ or GPTQ."""
 GROUP_DEFAULT = 128
@@ -29,7 +33,6 @@ GROUP_DEFAULT = 128
 _BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "bitsandbytes": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0}
 """Quantization -> bits of a weight, with its scales."""
 _GROUPED = ("awq", "gptq", "awq_marlin", "gptq_marlin", "auto-round")
-_QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,44 +53,29 @@ def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()
     Without `--dtype` vLLM loads float32 checkpoints in a type of two bytes as well.
     """
     other = 4 if (last_value(options, "--dtype") or "auto") in FOUR_BYTES else 2
-    stored = next((found for name in _QUANTIZATIONS if (found := config.get(name))), None)
-    given = last_value(options, "--quantization")
-    bits = _quantized_bits(stored if isinstance(stored, Mapping) else {}, given)
-    has_fp8_kv = isinstance(stored, Mapping) and is_plain_kv(stored.get("kv_cache_scheme"))
-    usual = KV_BYTES["fp8"] if has_fp8_kv else other
+    stored = stored_quantization(config, last_value(options, "--quantization"))
+    bits = _quantized_bits(stored) if stored is not None and stored.has_weights else None
+    usual = KV_BYTES["fp8"] if stored is not None and stored.kv == "fp8" else other
     kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", usual)
     return ElementBytes(other if bits is None else bits / 8, other, kv)
 
 
-def is_plain_kv(scheme: object) -> bool:
-    """Return whether a checkpoint's scheme of KV is fp8 with one scale for a layer's K and V."""
-    if not isinstance(scheme, Mapping):
-        return False
-    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    return is_fp8 and scheme.get("strategy") in (None, "tensor") and not scheme.get("dynamic")
-
-
-def _quantized_bits(stored: Mapping[str, Any], given: str | None) -> float | None:
-    """Return the bits of a quantized weight; None if linear layers are not quantized."""
-    name = str(stored.get("quant_method") or given or "").lower()
-    if not name and "config_groups" in stored:
-        name = COMPRESSED
-    if name in ("", "none"):
-        return None
+def _quantized_bits(stored: StoredQuantization) -> float:
+    """Return the bits of a quantized weight."""
+    name, fields = stored.method.lower(), stored.fields
     if name in _GROUPED:
-        bits = int(stored.get("bits") or stored.get("w_bit") or 4)
-        group = int(stored.get("group_size") or GROUP_DEFAULT)
+        bits = int(fields.get("bits") or fields.get("w_bit") or 4)
+        group = int(fields.get("group_size") or GROUP_DEFAULT)
         return bits + GROUP_BITS / (group if group > 0 else GROUP_DEFAULT)
     if name == COMPRESSED:
-        return _compressed_bits(stored) if stored.get("config_groups") else None
+        return _compressed_bits(stored.groups)
     return _BITS.get(name, 8.0)
 
 
-def _compressed_bits(stored: Mapping[str, Any]) -> float:
-    groups = stored.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("num_bits"):
+def _compressed_bits(groups: Mapping[str, Any]) -> float:
+    for group in groups.values():
+        weights = object_of(object_of(group).get("weights"))
+        if weights.get("num_bits"):
             size = weights.get("group_size")
             scales = GROUP_BITS / size if isinstance(size, int) and size > 0 else 0.0
             return float(weights["num_bits"]) + scales

@@ -24,6 +24,9 @@ HUB_LIMIT_S = 1.5
 HUB_TRIES = 2
 """A slow answer to the first question may be quick the second time."""
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Of ModelOpt before 0.31."""
 INDEX = "model.safetensors.index.json"
 MISTRAL_INDEX, MISTRAL_WEIGHTS = (
     "consolidated.safetensors.index.json",
@@ -102,7 +105,7 @@ def find_model(
         return ModelFiles(name, None, None, is_complete=False)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return ModelFiles(name, _read_json(folder / CONFIG), folder, is_complete=True)
+        return ModelFiles(name, _read_config(folder), folder, is_complete=True)
     if folder.is_file():
         if folder.suffix == GGUF:
             raise ModelFilesError(f"{name} is a GGUF file: {GGUF_INSTEAD}, and name its folder.")
@@ -126,7 +129,7 @@ def _find_by_id(
     cache = _cache_folder(environment)
     folder = _snapshot(cache / f"models--{name.replace('/', '--')}", revision or "main")
     if folder is not None and (folder / CONFIG).exists():
-        return ModelFiles(name, _read_json(folder / CONFIG), folder, is_complete=is_offline)
+        return ModelFiles(name, _read_config(folder), folder, is_complete=is_offline)
     if is_offline:
         raise ModelFilesError(
             f"{name} is no folder, is not in the cache {cache}, and HF_HUB_OFFLINE forbids "
@@ -228,6 +231,15 @@ def _get_once(url: str, headers: Mapping[str, str]) -> bytes:
 def ask_nobody(url: str, _headers: Mapping[str, str]) -> bytes:
     """Stand for a hub that does not answer."""
     raise ConnectionError(url)
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    """Return what vLLM takes for config.json: older checkpoints keep a quantization beside it."""
+    config = _read_json(folder / CONFIG)
+    if config is None or config.get(QUANTIZATION) is not None:
+        return config
+    quantization = _read_json(folder / QUANTIZATION_FILE)
+    return config if quantization is None else {**config, QUANTIZATION: quantization}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

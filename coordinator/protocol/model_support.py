@@ -12,12 +12,19 @@ from typing import Any
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
-from coordinator.protocol.held_weights import COMPRESSED, KV_BYTES, is_plain_kv
+from coordinator.protocol.held_weights import KV_BYTES
+from coordinator.protocol.stored_quantization import (
+    COMPRESSED,
+    FIELDS,
+    MODELOPT,
+    MODELOPT_FP8,
+    StoredQuantization,
+    object_of,
+    stored_quantization,
+)
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
-MODELOPT, MODELOPT_FP8 = "modelopt", "FP8"
-"""ModelOpt's fp8 checkpoints, and its name of those with per-tensor scales."""
 FP8_QUANTIZATIONS = ("fp8", "online", COMPRESSED, MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
 KV_TYPES = ("auto", *KV_BYTES)
@@ -30,8 +37,6 @@ _PARALLEL_OPTIONS = (
     *("--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"),
     *("--decode-context-parallel-size", "--prefill-context-parallel-size"),
 )
-_QUANTIZATIONS = ("quantization_config", "compression_config")
-"""Where config.json describes quantized weights."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 _EXPERTS = ("num_experts", "num_local_experts")
 _SHARED_EXPERTS = (
@@ -184,7 +189,7 @@ def refusals(
     if is_multimodal(config) and not is_on(options, TEXT_ONLY):
         yield MULTIMODAL
     yield from _layer_refusals(config, widths)
-    for name in _QUANTIZATIONS:
+    for name in FIELDS:
         if config.get(name) and not isinstance(config[name], Mapping):
             yield f"{name} in config.json is no object: get the file again."
     holding = holding or Holding(widest=max(widths, default=1))
@@ -292,7 +297,7 @@ def _has_chunks(config: Mapping[str, Any]) -> bool:
 
 
 def _has_alibi(config: Mapping[str, Any]) -> bool:
-    attention = _object(config.get("attn_config"))
+    attention = object_of(config.get("attn_config"))
     named = config.get("position_embedding_type") or config.get("position_embedding")
     return bool(config.get("alibi") or attention.get("alibi") or str(named).lower() == "alibi")
 
@@ -300,41 +305,35 @@ def _has_alibi(config: Mapping[str, Any]) -> bool:
 def _quantization_refusals(
     config: Mapping[str, Any], options: Sequence[GivenOption], device: str, holding: Holding
 ) -> Iterator[str]:
-    stored = next((found for name in _QUANTIZATIONS if (found := _object(config.get(name)))), {})
-    name = str(stored.get("quant_method") or last_value(options, "--quantization") or "")
-    if stored and not name and "config_groups" in stored:
-        name = COMPRESSED
-    if not name or name == "None":
+    stored = stored_quantization(config, last_value(options, "--quantization"))
+    if stored is None:
         return
-    if (kv := stored.get("kv_cache_scheme")) and not is_plain_kv(kv):
+    name = stored.method
+    if stored.kv == "other":
         yield quantized_kv_refusal(name)
-    elif holding.is_unviewed or (name == COMPRESSED and not stored.get("config_groups")):
+    elif holding.is_unviewed or not stored.has_weights:
         return
     elif device == "cpu":
         yield cpu_quantization_refusal(name, holding.widest)
     elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
         yield packed_refusal(name, holding.widest)
-    elif not _are_plain_fp8(stored, name):
+    elif not _are_plain_fp8(stored):
         yield other_scales_refusal(name, holding.widest)
 
 
-def _are_plain_fp8(stored: Mapping[str, Any], name: str) -> bool:
+def _are_plain_fp8(stored: StoredQuantization) -> bool:
     """Return whether stored weights are fp8 with scales that are viewed."""
-    if name == MODELOPT:
-        return str(stored.get("quant_algo")).upper() == MODELOPT_FP8
-    groups = _object(stored.get("config_groups")).values()
-    return not stored.get("weight_block_size") and all(_is_plain_fp8(group) for group in groups)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    """Return a JSON object as it is, and an empty one for anything else."""
-    return value if isinstance(value, Mapping) else {}
+    if stored.method == MODELOPT:
+        # If only the user names it, vLLM looks the algorithm up.
+        return stored.algorithm == MODELOPT_FP8 or not stored.fields
+    is_in_blocks = bool(stored.fields.get("weight_block_size"))
+    return not is_in_blocks and all(map(_is_plain_fp8, stored.groups.values()))
 
 
 def _is_plain_fp8(group: object) -> bool:
     """Return whether a group of compressed-tensors is fp8 times fp8 with scales that are viewed."""
-    parts = _object(group)
-    weights, inputs = _object(parts.get("weights")), _object(parts.get("input_activations"))
+    parts = object_of(group)
+    weights, inputs = object_of(parts.get("weights")), object_of(parts.get("input_activations"))
     if not weights or not inputs:
         return False
     are_fp8 = all(

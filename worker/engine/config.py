@@ -20,7 +20,6 @@ from comm_pool.layout import Mode
 from comm_pool.mixed import Staged
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
-from coordinator.protocol.held_weights import COMPRESSED, is_plain_kv
 from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, cpu_kv_bytes
 from coordinator.protocol.model_support import (
     ENCODERS,
@@ -29,8 +28,6 @@ from coordinator.protocol.model_support import (
     KV_TYPES,
     LATENT_ATTENTION,
     LORA,
-    MODELOPT,
-    MODELOPT_FP8,
     MULTIMODAL,
     ONLINE_FP8,
     POOLING,
@@ -45,6 +42,12 @@ from coordinator.protocol.model_support import (
     packed_refusal,
     quantized_kv_refusal,
     refusal,
+)
+from coordinator.protocol.stored_quantization import (
+    COMPRESSED,
+    MODELOPT,
+    MODELOPT_FP8,
+    is_plain_kv,
 )
 from kvadaptor.geometry import Split
 
@@ -150,7 +153,7 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
     kv = getattr(quant, "kv_cache_scheme", None)
     if kv is not None and not is_plain_kv(kv):
         return quantized_kv_refusal(name)
-    if holding.is_unviewed or (quant.get_name() == COMPRESSED and not quant.target_scheme_map):
+    if holding.is_unviewed or not quantizes_weights(vllm_config):
         return None
     if current_platform.is_cpu():
         return cpu_quantization_refusal(name, holding.widest)
@@ -163,6 +166,14 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
     if not set(_weight_kinds(quant)) <= {"tensor", "channel", *ONLINE_FP8}:
         return other_scales_refusal(name, holding.widest)
     return None
+
+
+def quantizes_weights(vllm_config: VllmConfig) -> bool:
+    """Return whether weights are quantized, not the KV cache alone."""
+    quant = vllm_config.quant_config
+    if quant is None:
+        return False
+    return quant.get_name() != COMPRESSED or bool(quant.target_scheme_map)
 
 
 def _weight_kinds(quant: Any) -> list[str]:

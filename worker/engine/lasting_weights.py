@@ -48,9 +48,11 @@ class LastingWeights:
 
         def keep() -> None:
             name, size = rest_name(self.rank), str(num_bytes).encode()
-            self.lasting.handles.put(name, size, area.files)
-            for file in area.files:
-                os.close(file)
+            try:
+                self.lasting.handles.put(name, size, area.files)
+            finally:
+                for file in area.files:
+                    os.close(file)
 
         return RestMemory(area.raw, area.grow, keep)
 

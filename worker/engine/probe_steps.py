@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from comm_pool.layout import StepMode
@@ -37,9 +38,10 @@ class ProbeBatch:
         length = min(tokens_per_slot, model.max_model_len - 1)
         length = min(length, config.scheduler_config.max_num_batched_tokens)
         dtype = str(model.dtype).removeprefix("torch.")
-        limit = error_max_nats(
-            dtype, is_quantized=config.quant_config is not None, has_experts=model.is_moe
-        )
+        # Numbers of fp8 are rounded to their neighbours where sums have another order.
+        has_fp8_kv = is_quantized_kv_cache(config.cache_config.cache_dtype)
+        is_quantized = config.quant_config is not None or has_fp8_kv
+        limit = error_max_nats(dtype, is_quantized=is_quantized, has_experts=model.is_moe)
         return cls(probe_texts(model.get_vocab_size(), length), limit)
 
     def run(self, execute: Callable[[StepPlan], Any], mode: StepMode) -> tuple[float, ...]:

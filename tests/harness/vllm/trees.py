@@ -68,7 +68,12 @@ QUANTIZATION: dict[str, Any] = {
     "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
     "channel": compressed("channel", "token", dynamic=True),
     "compressed-static": compressed("tensor", "tensor", dynamic=False),
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    },
 }
 
 
@@ -100,6 +105,10 @@ def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             if name[-6:] in ("q_proj", "k_proj", "v_proj"):
                 tensors[f"{name}.bias"] = random(shape[0]) * 20
             tensors.update(_stored(name, weight, kind))
+        if kind == "modelopt":
+            for number, each in enumerate("kv", 1):
+                scale = torch.tensor(0.01 * number + 0.1 * layer)
+                tensors[f"{prefix}self_attn.{each}_proj.{each}_scale"] = scale
     save_file(tensors, folder / "model.safetensors")
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],

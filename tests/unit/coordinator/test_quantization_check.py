@@ -1,5 +1,6 @@
 """Quantized models that ranks serve or refuse, by config.json alone."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,34 @@ import pytest
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.engine_options import read_options
 from coordinator.protocol.held_weights import ElementBytes, element_bytes
+from coordinator.protocol.model_files import find_model
 from tests.harness.coordinator.model_folders import change, check
 from worker.demo import MODEL_DIR
 
 FP8 = {"num_bits": 8, "type": "float"}
-
-
+KV = {**FP8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+CHANNELS = {
+    "targets": ["Linear"],
+    "weights": {**FP8, "strategy": "channel"},
+    "input_activations": {**FP8, "strategy": "token"},
+}
+ATTENTION = {"targets": ["LlamaAttention"], "input_activations": KV}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"0": CHANNELS},
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+OLD_MODELOPT = {
+    "producer": {"name": "modelopt", "version": "0.15.1"},
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+}
+"""What hf_quant_config.json has."""
 OTHER_KV = (
-    {**FP8, "strategy": "attn_head"},
-    {**FP8, "dynamic": True},
-    {**FP8, "type": "int"},
-    {**FP8, "num_bits": 4},
+    {**KV, "strategy": "attn_head"},
+    {**KV, "dynamic": True},
+    {**KV, "symmetric": False},
+    {**KV, "type": "int"},
+    {**KV, "num_bits": 4},
     "fp8",
 )
 """Of scales that ranks do not divide, or of other numbers."""
@@ -36,9 +54,10 @@ def model(tmp_path: Path) -> Path:
         ({"quant_method": "awq"}, "'awq', whose packed weights"),
         ({"quant_method": "fp8", "weight_block_size": [1]}, "block sc"),
         *(
-            ({"quant_method": "fp8", "kv_cache_scheme": scheme}, "quantized KV cache of another")
+            ({**COMPRESSED, "kv_cache_scheme": scheme}, "quantized KV cache of another kind")
             for scheme in OTHER_KV
         ),
+        ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "quantized KV cache of another kind"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "other weights than fp8"),
         ({"config_groups": {"0": {"weights": {"num_bits": 4}}}}, "other weights than fp8"),
     ],
@@ -52,25 +71,43 @@ def test_a_quantization_that_ranks_refuse(
     assert str(refused.value).count(str(model)) == 1
 
 
-CHANNELS = {
-    "weights": {**FP8, "strategy": "channel"},
-    "input_activations": {**FP8, "strategy": "token"},
-}
-
-
 @pytest.mark.parametrize(
-    "quantization",
+    ("quantization", "kv_bytes"),
     [
-        {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        {"quant_method": "compressed-tensors", "config_groups": {"0": CHANNELS}},
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FP8},
-        {"quant_method": "fp8", "kv_cache_scheme": {**FP8, "strategy": "tensor"}},
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 2),
+        # vLLM does not read it there.
+        ({"quant_method": "fp8", "kv_cache_scheme": "static"}, 2),
+        (COMPRESSED, 2),
+        ({**COMPRESSED, "kv_cache_scheme": KV}, 1),
+        ({**COMPRESSED, "config_groups": {"0": CHANNELS, "1": ATTENTION}}, 2),
+        (MODELOPT, 2),
+        ({**MODELOPT, "kv_cache_scheme": {**FP8, "dynamic": False}}, 1),
+        ({**MODELOPT, "kv_cache_scheme": FP8}, 2),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, 1),
+        (OLD_MODELOPT, 1),
     ],
 )
-def test_a_quantization_that_ranks_serve(model: Path, quantization: dict[str, Any]) -> None:
+def test_a_quantization_that_ranks_serve(
+    model: Path, quantization: dict[str, Any], kv_bytes: int
+) -> None:
     change(model, quantization_config=quantization)
     check(model, device="cuda")
+    found = element_bytes({"quantization_config": quantization})
+    assert found == ElementBytes(1, 2, kv_bytes)
+
+
+def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
+    (model / "hf_quant_config.json").write_text(json.dumps(OLD_MODELOPT))
+    for words in ((), ("--quantization", "modelopt")):
+        check(model, *words, device="cuda")
+        with pytest.raises(ConfigError, match="quantization 'modelopt' on CPU"):
+            check(model, *words)
+    found = find_model(str(model), {})
+    assert found.config is not None
+    assert element_bytes(found.config) == ElementBytes(1, 2, 1)
+    change(model, quantization_config={"quant_method": "awq"})
+    with pytest.raises(ConfigError, match="'awq'"):
+        check(model, device="cuda")
 
 
 PACKED: tuple[dict[str, Any], ...] = (
@@ -99,11 +136,6 @@ def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
     with pytest.raises(ConfigError, match=r"serve (the|a) bf16") as refused:
         check(model, device=device, ranks=1, widths=[1], layout="dp1")
     assert "--weight-parts" not in str(refused.value)
-    change(model, quantization_config={**packed, "kv_cache_scheme": FP8})
-    check(model, **halves, borrow="all")
-    change(model, quantization_config={**packed, "kv_cache_scheme": OTHER_KV[0]})
-    with pytest.raises(ConfigError, match="quantized KV cache"):
-        check(model, **halves, borrow="all")
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
@@ -115,13 +147,13 @@ def test_a_quantization_that_is_no_object(model: Path, name: str, value: Any) ->
             check(model, device=device)
 
 
+@pytest.mark.parametrize("groups", [{}, {"0": ATTENTION}])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kv_alone_may_be_quantized(model: Path, device: str) -> None:
+def test_kv_alone_may_be_quantized(model: Path, device: str, groups: dict[str, Any]) -> None:
     """Weights are as in other checkpoints, and take as much memory."""
-    alone = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}
+    alone = {**COMPRESSED, "config_groups": groups, "kv_cache_scheme": KV}
     change(model, quantization_config=alone)
     check(model, device=device)
-    for fields in (alone, {**alone, "config_groups": None}):
-        assert element_bytes({"quantization_config": fields}) == ElementBytes(2, 2, 1)
+    assert element_bytes({"quantization_config": alone}) == ElementBytes(2, 2, 1)
     given = read_options(["--kv-cache-dtype", "bfloat16"])[0]
     assert element_bytes({"quantization_config": alone}, given).kv == 2

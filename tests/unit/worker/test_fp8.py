@@ -28,6 +28,7 @@ from tests.harness.vllm.trees import (
     CPU,
     FP8,
     HIDDEN,
+    LAYERS,
     STATIC,
     Trees,
     tree_process,
@@ -135,6 +136,22 @@ def test_trees_have_what_vllms_processing_leaves_behind(
         assert set(module._parameters) == set(source._parameters), name
         missing = {each for each in vars(source) if not hasattr(module, each)}
         assert not missing, (name, missing)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_attention_has_the_scales_of_its_kv(loaded: dict[str, Loaded], width: int) -> None:
+    """They are numbers on the host, and tensors that the kernels read."""
+    found = loaded["modelopt"]
+    tree = found.trees.view(2, 1) if width > 1 else found.trees.replica
+    layers = {name: each for name, each in tree.named_modules() if isinstance(each, Attention)}
+    assert len(layers) == LAYERS
+    for name, layer in layers.items():
+        prefix = name.removesuffix(".attn")
+        for each in "kv":
+            wanted = found.disk[f"{prefix}.{each}_proj.{each}_scale"].item()
+            assert getattr(layer, f"_{each}_scale_float") == pytest.approx(wanted, rel=0.01)
+            assert getattr(layer, f"_{each}_scale").item() == pytest.approx(wanted, rel=0.01)
+        assert layer.kv_cache_dtype.startswith("fp8")
 
 
 @pytest.mark.parametrize("kind", KINDS)

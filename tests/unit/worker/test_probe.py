@@ -1,6 +1,8 @@
 """The probe's texts are the same everywhere, and its error says what is off."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,25 @@ def test_finer_types_have_narrower_limits() -> None:
     assert rough > limits[-1]
     assert error_max_nats("float16", is_quantized=False, has_experts=True) == rough
     assert error_max_nats("float32", is_quantized=False, has_experts=True) == limits[0]
+
+
+def test_an_fp8_cache_has_the_limit_of_quantized_activations() -> None:
+    """Of plain weights in fp32 it would else be that of fp32."""
+    pytest.importorskip("vllm")
+    from worker.engine.probe_steps import ProbeBatch
+
+    model = SimpleNamespace(
+        max_model_len=64, dtype="torch.float32", is_moe=False, get_vocab_size=lambda: 1_000
+    )
+    limits = {}
+    for kv in ("auto", "fp8", "fp8_e4m3"):
+        config: Any = SimpleNamespace(
+            model_config=model,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            cache_config=SimpleNamespace(cache_dtype=kv),
+            quant_config=None,
+        )
+        limits[kv] = ProbeBatch.of(config, 16).error_max_nats
+    assert limits["auto"] == error_max_nats("float32", is_quantized=False)
+    assert limits["fp8"] == limits["fp8_e4m3"] == error_max_nats("float32", is_quantized=True)
+    assert limits["fp8"] > limits["auto"]

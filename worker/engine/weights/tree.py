@@ -35,6 +35,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.model_support import inner_refusal
+from worker.engine.config import quantizes_weights
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import (
@@ -95,7 +96,7 @@ def loading_plan(config: VllmConfig, shards: int, parts: int, borrow: str) -> Sh
     model = config.model_config
     tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
     is_cast = model.head_dtype != model.dtype
-    unviewed = config.quant_config is not None and parts == shards > 1 and borrow != "ffn"
+    unviewed = quantizes_weights(config) and parts == shards > 1 and borrow != "ffn"
     return ShardPlan(
         shards,
         parts,
