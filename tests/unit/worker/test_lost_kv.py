@@ -221,6 +221,20 @@ def test_blocks_are_entered_when_their_step_is_over() -> None:
     assert lost.entries() == ([4], [key_of(4)]), "2 and 3 get other content"
 
 
+def test_a_step_that_computes_nothing_enters_nothing() -> None:
+    """It lists ended tasks: members may still load what the leader has already."""
+    lost = Cell(2).of_group((0, 1))
+    entries = BlockEntries(lost)
+    empty, later = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    entries.add(2, key_of(2))
+    entries.step_is_planned(empty, computes=False)
+    over(entries, empty)
+    assert lost.entries() == ([], [])
+    entries.step_is_planned(later)
+    over(entries, later)
+    assert lost.entries() == ([2], [key_of(2)])
+
+
 @pytest.mark.parametrize("end", ["void", "lost"])
 def test_a_step_that_does_not_count_enters_nothing(end: str) -> None:
     lost = Cell(2).of_group((0,))

@@ -398,7 +398,7 @@ class CountedEntries:
         self.planned: list[object] = []
         self.over: list[object] = []
 
-    def step_is_planned(self, plan: object) -> None:
+    def step_is_planned(self, plan: object, *, computes: bool) -> None:
         self.planned.append(plan)
 
     def of_finished_step(self, plan: object, *, is_void: bool) -> nullcontext[None]:

@@ -53,15 +53,20 @@ class BlockEntries:
             if each:
                 each.pop(block, None)
 
-    def step_is_planned(self, plan: object) -> None:
-        """Count the blocks since the last one for this step, and for the last one under way."""
+    def step_is_planned(self, plan: object, *, computes: bool = True) -> None:
+        """Count the blocks since the last one for this step, and for the last one under way.
+
+        A step that computes nothing leaves them to the next one: its end does not tell that all
+        members have what was loaded ahead.
+        """
         if self._earlier:
             earlier, self._earlier = self._earlier, {}
             if self._steps:
                 self._steps[next(reversed(self._steps))].update(earlier)
             else:
                 self._enter(earlier)
-        self._steps[id(plan)], self._planned = self._planned, {}
+        if computes:
+            self._steps[id(plan)], self._planned = self._planned, {}
 
     @contextmanager
     def of_finished_step(self, plan: object, *, is_void: bool) -> Iterator[None]:

@@ -150,7 +150,8 @@ class ModeScheduler(Scheduler):
             self.entries.is_planning = False
             if output.num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
                 # A void step of a pipeline group is never finished, so nothing would be entered.
-                self.entries.step_is_planned(output)
+                computes = bool(output.total_num_scheduled_tokens)
+                self.entries.step_is_planned(output, computes=computes)
         if not output.total_num_scheduled_tokens:
             if self.blocks is not None:
                 self.blocks.idle()
