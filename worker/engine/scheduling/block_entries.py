@@ -57,7 +57,7 @@ class BlockEntries:
         """Count the blocks since the last one for this step, and for the last one under way.
 
         A step that computes nothing leaves them to the next one: its end does not tell that all
-        members have what was loaded ahead.
+        members have loaded them.
         """
         if self._earlier:
             earlier, self._earlier = self._earlier, {}
