@@ -1,8 +1,7 @@
 """Experts and fp8 KV on two GPUs compute what static vLLM does in every layout, also when moved.
 
 Tiny random checkpoints in bf16. Needs two NVIDIA GPUs and vLLM's CUDA build (fp8: compute
-capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` prints what was
-measured.
+capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` prints the errors.
 """
 
 from collections.abc import Iterator
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cells.bare_cell import bare_cell
 from tests.harness.vllm.cuda_checkpoint import (
     LAYOUTS,
     Served,
     check_loss,
     check_moves,
-    static_scores,
+    serving,
 )
-from tests.harness.vllm.cuda_scores import ENGINE
 from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -27,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and what vLLM is to be told."""
+    """A model, and the options with which it is served."""
 
     model: str
     kv_cache_dtype: str = "auto"
@@ -47,20 +44,10 @@ KINDS = {
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Started when plain vLLM has left the GPUs."""
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
     model, kv = model_of(kind.model, folder), kind.kv_cache_dtype
-    static = static_scores(folder, model, kv_cache_dtype=kv)
-    with bare_cell(
-        folder,
-        ranks=2,
-        model=model,
-        engine_args=["--dtype", "bfloat16", "--kv-cache-dtype", kv, *ENGINE],
-        device="cuda",
-        limits={"layout": "tp2", **kind.limits},
-        pause_limit_ms=60_000,
-    ) as up:
-        yield Served(request.param, static, up)
+    with serving(folder, request.param, model, limits=kind.limits, kv_cache_dtype=kv) as up:
+        yield up
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,7 +17,7 @@ from tests.harness.vllm.cuda_checkpoint import (
     Served,
     check_loss,
     check_moves,
-    static_scores,
+    serving,
 )
 from tests.harness.vllm.cuda_scores import ENGINE, score
 from tests.harness.vllm.quantized_models import KINDS, write_quantized
@@ -29,20 +29,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Started when plain vLLM has left the GPUs."""
     folder = tmp_path_factory.mktemp(request.param)
     model, _ = write_quantized(folder, request.param)
-    static = static_scores(folder, model)
-    with bare_cell(
-        folder,
-        ranks=2,
-        model=model,
-        engine_args=["--dtype", "bfloat16", *ENGINE],
-        device="cuda",
-        limits={"weight_parts": 2, "borrow": "all", "layout": "tp2"},
-        pause_limit_ms=60_000,
-    ) as up:
-        yield Served(request.param, static, up)
+    limits = {"weight_parts": 2, "borrow": "all"}
+    with serving(folder, request.param, model, limits=limits) as up:
+        yield up
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

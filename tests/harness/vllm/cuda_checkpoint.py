@@ -2,15 +2,16 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.harness.cells.bare_cell import BareCell
-from tests.harness.vllm.cuda_scores import moved_logits, score, scored, scores_of, text
+from tests.harness.cells.bare_cell import BareCell, bare_cell
+from tests.harness.vllm.cuda_scores import ENGINE, moved_logits, score, scored, scores_of, text
 
 LAYOUTS = ("tp2", "dp2", "sp2", "shift2")
 SWITCHES = 12
@@ -45,6 +46,24 @@ def static_scores(folder: Path, model: Path, **spec: Any) -> dict[int, Any]:
     return {tp: scores_of(folder, [text()], tp=tp, model=str(model), **spec)[0] for tp in (1, 2)}
 
 
+@contextmanager
+def serving(
+    folder: Path, kind: str, model: Path, *, limits: Mapping[str, Any], kv_cache_dtype: str = "auto"
+) -> Iterator[Served]:
+    """Serve a checkpoint on two GPUs in bf16; plain vLLM has scored it and left them before."""
+    static = static_scores(folder, model, kv_cache_dtype=kv_cache_dtype)
+    with bare_cell(
+        folder,
+        ranks=2,
+        model=model,
+        engine_args=["--dtype", "bfloat16", "--kv-cache-dtype", kv_cache_dtype, *ENGINE],
+        device="cuda",
+        limits={"layout": "tp2", **limits},
+        pause_limit_ms=60_000,
+    ) as up:
+        yield Served(kind, static, up)
+
+
 def check_loss(served: Served, layout: str) -> None:
     """The layout scores a text as static vLLM does."""
     scores, wanted = asyncio.run(score(served.cell, layout)), served.static[2]
@@ -58,10 +77,10 @@ def check_loss(served: Served, layout: str) -> None:
     assert abs(scores.mean() - wanted.mean()) < 0.02, line
 
 
-def check_moves(served: Served, among: Sequence[str] = LAYOUTS) -> None:
+def check_moves(served: Served) -> None:
     """Tasks that move over switches draw from the logits that their whole text has."""
     draw = random.Random(1)
-    layouts = [draw.choice(among) for _ in range(SWITCHES)]
+    layouts = [draw.choice(LAYOUTS) for _ in range(SWITCHES)]
     moved = asyncio.run(moved_logits(served.cell, "dp2", layouts, TOKENS))
     given = asyncio.run(scored(served.cell, "tp2", [ids for ids, _ in moved]))
     errors = [
