@@ -1,5 +1,6 @@
 """Blocks that are loaded ahead of their task: vLLM finds them, and none is held too long."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,8 @@ class Pages:
         self.is_empty = False
         self.kept: set[int] = set()
         self.over: set[int] = set()
+        self.left: dict[int, float] = {}
+        """Seconds that loads still take, where a test says so."""
         self.waits = 0
         self._count = 0
 
@@ -68,6 +71,9 @@ class Pages:
 
     def is_over(self, number: int) -> bool:
         return number in self.over
+
+    def left_s(self, number: int) -> float:
+        return 0.0 if number in self.over else self.left.get(number, math.inf)
 
     def wait_loads(self, limit_s: float) -> None:
         self.waits += 1
@@ -250,6 +256,63 @@ def test_loaded_blocks_are_held_for_a_time(group: Group) -> None:
     assert group.scheduler.blocks_free == group.free - 3
     group.ahead.look(100.1 + OFFER_S)
     assert group.scheduler.blocks_free == group.free
+
+
+def arrive_early(group: Group) -> None:
+    """Let a load arrive that will be over when the step in flight is."""
+    group.pages.left[0] = ahead_loads.LEAD_MAX_S
+    group.ahead.look(100.0)
+    group.ahead.look(101.0, is_busy=True)
+
+
+def test_a_step_reads_what_arrives_while_the_one_before_it_runs(group: Group) -> None:
+    begin(group)
+    group.pages.left[0] = 0.012
+    group.ahead.look(100.0)
+    group.ahead.look(100.01, is_busy=True)
+    assert group.ahead.is_loading("a"), "steps take 10 ms"
+    group.ahead.look(100.03)
+    assert group.ahead.is_loading("a"), "no step is in flight: this one would wait for all of it"
+    group.ahead.look(100.05, is_busy=True)
+    assert not group.ahead.is_loading("a")
+    plan, copies = group.plan()
+    assert copies is not None
+    assert copies.awaits == [0]
+    assert plan.output.num_scheduled_tokens == {"a": 4}
+    finish(group.scheduler, plan)
+    assert not group.pages.kept
+
+
+def test_no_step_waits_long_for_a_load(group: Group) -> None:
+    begin(group)
+    group.pages.left[0] = 1.01 * ahead_loads.LEAD_MAX_S
+    group.ahead.look(100.0)
+    group.ahead.look(101.0, is_busy=True)
+    assert group.ahead.is_loading("a")
+
+
+def test_blocks_that_are_still_written_outlast_their_task(group: Group) -> None:
+    begin(group)
+    arrive_early(group)
+    group.scheduler.take_back(["a"])
+    step(group.scheduler)
+    assert group.scheduler.blocks_free == group.free - 3
+    group.pages.over.add(0)
+    step(group.scheduler)
+    assert group.scheduler.blocks_free == group.free
+
+
+def test_a_step_that_waits_for_a_load_lets_others_have_its_blocks(group: Group) -> None:
+    """They write to them after that step."""
+    begin(group)
+    arrive_early(group)
+    group.scheduler.take_back(["a"])
+    group.add("b", OTHER)
+    assert step(group.scheduler) == {"b": len(OTHER)}
+    group.scheduler.take_back(["b"])
+    step(group.scheduler)
+    assert group.scheduler.blocks_free == group.free
+    assert not group.pages.kept
 
 
 def test_the_part_that_the_device_has_is_held_too(group: Group) -> None:

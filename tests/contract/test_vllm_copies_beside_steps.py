@@ -47,6 +47,9 @@ ANSWERS = (1, 2, 10, 30)
 GEOMETRY = PageGeometry(2, 2, 1, 1, 1, BLOCK)
 TOKEN = 7
 """What every step gives, but for this."""
+AT_ONCE_S, NEVER_S = 1e-15, 1e9
+"""A byte, as the leader thinks."""
+
 LAST_TOKEN = 8
 """It ends a task, which an asynchronous scheduler may have planned one step more for."""
 
@@ -158,6 +161,8 @@ class Counts:
     full: int = 0
     stored: int = 0
     ahead: int = 0
+    early: int = 0
+    """Loads that a step was planned to read while they were under way."""
 
 
 @dataclass
@@ -215,7 +220,9 @@ class World:
         for member, directory in zip(self.members, directories, strict=True):
             directory.set_ready(is_ready=True)
             own, ahead, stores = (Stream(member, loads=loads) for loads in (True, True, False))
-            beside = HostLanes(own, ahead, stores, GEOMETRY.page_bytes)
+            # The leader expects each load to be over at once, or none to be.
+            rate = (AT_ONCE_S, NEVER_S)[seed % 2]
+            beside = HostLanes(own, ahead, stores, GEOMETRY.page_bytes, rate)
             lanes = beside if kind.is_aside else None
             self.tiers.append(HostTier(directory, GEOMETRY, own, stores, lanes))
         self.scheduler = self._make_scheduler(base)
@@ -293,6 +300,8 @@ class World:
         copies = copies if isinstance(copies, BlockCopies) else BlockCopies()
         self.counts.stored += len(copies.store_blocks)
         self.counts.ahead += len(copies.ahead_blocks)
+        lanes = self.tiers[0].lanes
+        self.counts.early += lanes is not None and not all(map(lanes.is_over, copies.awaits))
         spans, gives = [], set()
         for name, count in scheduled.items():
             request = self.scheduler.requests[name]
@@ -406,7 +415,7 @@ def test_all_kv_that_is_read_is_right(
 ) -> None:
     let_copies_overlap(monkeypatch)
     monkeypatch.setattr(host_blocks, "LOOKS_PER_STEP", looks)
-    stored = ahead = hits = 0
+    stored = ahead = hits = early = 0
     for seed in range(SEEDS):
         world = World(base, hasher, seed, kind)
         for _ in range(TURNS):
@@ -414,11 +423,13 @@ def test_all_kv_that_is_read_is_right(
         stored += world.counts.stored
         ahead += world.counts.ahead
         hits += world.counts.hit_tokens
+        early += world.counts.early
     assert min(stored, hits) > 0, "each kind of copy was drawn"
     assert bool(ahead) == kind.is_aside
+    assert bool(early) == kind.is_async
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("asynchronous", 12), ("beside", 17)])
+@pytest.mark.parametrize(("kind", "seed"), [("asynchronous", 36), ("beside", 17)])
 def test_a_load_that_begins_too_early_is_noticed(
     base: VllmConfig, hasher: Any, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
 ) -> None:

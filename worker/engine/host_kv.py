@@ -300,7 +300,8 @@ def _open_tier(memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer) -> HostTi
     layers = kv.raw.view(geometry.num_layers, -1)
     layers[:, : len(trial) * geometry.layer_page_bytes] = 0
     if copies_aside(device):
-        tier.lanes = HostLanes(loads, loads_ahead, stores, geometry.page_bytes)
+        s_per_byte = tier.load_us_per_token * geometry.tokens_per_slot / geometry.page_bytes / 1e6
+        tier.lanes = HostLanes(loads, loads_ahead, stores, geometry.page_bytes, s_per_byte)
     if device.type == "cuda":
         tier.register_rest = partial(_register_rest, tier, memory, trial, device)
         # Without the driver, which the start needs, and in which this takes as long.

@@ -4,6 +4,7 @@ Stores follow the step that filled their blocks, loads go ahead of the step that
 device's copy engines do both, so steps neither wait for copies nor share their cores with them.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -33,6 +34,10 @@ LOADS_AT_ONCE = 128
 A call of the driver that finds its queue full waits until copies end: 20 ms for 1 GB.
 """
 
+PART_BYTES = 64 << 20
+"""What one call copies of a load ahead, at most: 1.5 ms. A part is over as a whole, so that is how
+exactly the time that a load still takes is known."""
+
 
 class Launcher(Protocol):
     """Copies shares of host pages in one direction; `PageCopier` does."""
@@ -59,13 +64,29 @@ class _Load:
         return not self.rest.pages and (self.copying is None or self.copying.is_over())
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A launched part of a load ahead."""
+
+    copying: Copying
+    shares: int
+    num_bytes: int
+
+
 class HostLanes:
     """The copies of one rank in both directions; all but `order_stores` is for its main loop."""
 
     def __init__(
-        self, loads: Launcher, loads_ahead: Launcher, stores: Launcher, page_bytes: int
+        self,
+        loads: Launcher,
+        loads_ahead: Launcher,
+        stores: Launcher,
+        page_bytes: int,
+        s_per_byte: float,
     ) -> None:
+        """A load takes `s_per_byte`, in seconds."""
         self._loader, self._storer, self._page_bytes = loads, stores, page_bytes
+        self._s_per_byte = s_per_byte
         self._ahead_loader = loads_ahead
         self._stores: deque[_Store] = deque()
         """Oldest first; they end in order."""
@@ -76,8 +97,8 @@ class HostLanes:
         """The loads ahead that no step follows yet, by number."""
         self._waiting: deque[_Load] = deque()
         """Those that are not launched to their end, oldest first."""
-        self._under_way: deque[tuple[Copying, int]] = deque()
-        """Launched parts of them, and how many shares each has."""
+        self._under_way: deque[_Part] = deque()
+        """Launched parts of them, oldest first."""
         self._under_way_shares = 0
         self._loads_wait = True
         """Whether the next load ahead waits for what the caller has launched."""
@@ -92,7 +113,7 @@ class HostLanes:
         Stores nothing if too much is to be stored already.
         """
         self.look()
-        num_bytes = len(copies.pages) * self._page_bytes // copies.slots.count
+        num_bytes = self._bytes_of(copies)
         if self._stores and self._store_bytes + num_bytes > STORE_BACKLOG_BYTES:
             self.late_blocks += len(copies.pages)
             return
@@ -154,11 +175,12 @@ class HostLanes:
 
     def _launch(self) -> None:
         """Launch loads ahead as far as the driver's queue has room."""
-        while self._under_way and self._under_way[0][0].is_over():
-            self._under_way_shares -= self._under_way.popleft()[1]
+        while self._under_way and self._under_way[0].copying.is_over():
+            self._under_way_shares -= self._under_way.popleft().shares
         while self._waiting and self._under_way_shares < LOADS_UNDER_WAY:
             load = self._waiting[0]
-            self._launch_part(load, LOADS_AT_ONCE)
+            share_bytes = self._page_bytes // load.rest.slots.count
+            self._launch_part(load, min(LOADS_AT_ONCE, max(1, PART_BYTES // share_bytes)))
             if not load.rest.pages:
                 self._waiting.popleft()
 
@@ -169,8 +191,11 @@ class HostLanes:
         load.copying = self._ahead_loader.launch(part, waits=waits)
         if waits:
             self._loads_wait = False  # Those after it follow it.
-        self._under_way.append((load.copying, len(part.pages)))
+        self._under_way.append(_Part(load.copying, len(part.pages), self._bytes_of(part)))
         self._under_way_shares += len(part.pages)
+
+    def _bytes_of(self, copies: PageCopies) -> int:
+        return len(copies.pages) * self._page_bytes // copies.slots.count
 
     def is_over(self, number: int) -> bool:
         """Return whether a load ahead is over on this rank."""
@@ -178,12 +203,28 @@ class HostLanes:
         load = self._loads.get(number)
         return load is not None and load.is_over()
 
+    def left_s(self, number: int) -> float:
+        """Return how long a load ahead will still take on this rank, in seconds.
+
+        It is infinite until all of it is launched, as `follow` would have to wait for room.
+        """
+        self._launch()
+        load = self._loads.get(number)
+        if load is None or load.rest.pages:
+            return math.inf
+        left_bytes = 0
+        for part in self._under_way:
+            left_bytes += 0 if part.copying.is_over() else part.num_bytes
+            if part.copying is load.copying:
+                return left_bytes * self._s_per_byte
+        return 0.0
+
     def follow(self, numbers: Iterable[int]) -> None:
         """Let the step that is launched next read what these loads brought."""
         for number in numbers:
             load = self._loads.pop(number)
             if load.rest.pages:
-                # The leader has all of its own.
+                # The leader has launched all of its own.
                 self._launch_part(load, len(load.rest.pages))
                 self._waiting.remove(load)
             if load.copying is not None:
@@ -198,7 +239,7 @@ class HostLanes:
             self._launch_part(load, len(load.rest.pages))
         self._waiting.clear()
         if self._under_way:
-            self._under_way[-1][0].order()  # They end in order.
+            self._under_way[-1].copying.order()  # They end in order.
 
     def wait_loads(self, limit_s: float) -> None:
         """Wait for all loads ahead, but not longer than that."""

@@ -56,6 +56,7 @@ class Scheduler:
     """Tasks whose block n is 100 + n."""
 
     requests: dict[str, Any] = field(default_factory=dict)
+    running: list[Any] = field(default_factory=list)
     block_size: int = SIZE
     max_num_scheduled_tokens: int = 64
 

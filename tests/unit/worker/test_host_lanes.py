@@ -1,5 +1,6 @@
 """Copies between KV memory and host pages beside steps: their order, limits and ends."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from worker.engine import host_lanes
 from worker.engine.host_lanes import HostLanes
 
 PAGE_BYTES = 1 << 20
+S_PER_BYTE = 1e-9
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class Lanes:
 
     def __post_init__(self) -> None:
         self.own_loads, self.loads, self.stores = (Copier(self.log) for _ in range(3))
-        self.lanes = HostLanes(self.own_loads, self.loads, self.stores, PAGE_BYTES)
+        self.lanes = HostLanes(self.own_loads, self.loads, self.stores, PAGE_BYTES, S_PER_BYTE)
 
     def store(self, *pages: int) -> None:
         self.lanes.store(of(*pages), lambda: self.log.append(f"done {list(pages)}"))
@@ -125,6 +127,40 @@ def test_a_step_follows_loads_ahead_once_they_are_over(made: Lanes) -> None:
     made.lanes.follow([7])
     assert made.log == ["order [1]"]
     assert not made.lanes.is_over(7), "it is forgotten"
+
+
+def test_the_time_that_loads_still_take_is_known_by_parts(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_lanes, "PART_BYTES", 2 * PAGE_BYTES)
+    made.lanes.load_ahead(0, of(1, 2, 3))
+    made.lanes.load_ahead(1, of(4))
+    first, second, third = made.loads.launched
+    page_s = PAGE_BYTES * S_PER_BYTE
+
+    def left() -> list[float]:
+        return [made.lanes.left_s(number) for number in (0, 1)]
+
+    assert left() == pytest.approx([3 * page_s, 4 * page_s])
+    first.over = True
+    assert left() == pytest.approx([page_s, 2 * page_s])
+    second.over = True
+    assert left() == pytest.approx([0.0, page_s])
+    third.over = True
+    assert left() == [0.0, 0.0]
+    assert made.lanes.left_s(2) == math.inf
+
+
+def test_a_load_that_is_not_launched_to_its_end_takes_who_knows_how_long(
+    made: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that waits for it would wait for room in the driver's queue."""
+    monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 1)
+    monkeypatch.setattr(host_lanes, "PART_BYTES", PAGE_BYTES)
+    made.lanes.load_ahead(0, of(1, 2))
+    assert made.lanes.left_s(0) == math.inf
+    made.loads.launched[0].over = True
+    assert made.lanes.left_s(0) == pytest.approx(PAGE_BYTES * S_PER_BYTE)
 
 
 def test_loads_ahead_are_launched_as_others_end(

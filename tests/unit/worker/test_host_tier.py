@@ -54,7 +54,7 @@ class Member:
 
     def __post_init__(self) -> None:
         own, self.ahead, stores = Stream(self.kv), Stream(self.kv), Stream({})
-        self.lanes = HostLanes(own, self.ahead, stores, GEOMETRY.page_bytes)
+        self.lanes = HostLanes(own, self.ahead, stores, GEOMETRY.page_bytes, 0.0)
         unused: Any = None
         self.tier = HostTier(unused, GEOMETRY, own, stores, self.lanes)
 

@@ -1,9 +1,10 @@
 """vLLM adapter: loads into blocks that no task has yet, while the tasks of the group run on.
 
 A waiting request whose prefix lies in host pages gets free blocks at once, and the next step lets
-all members begin to load them. When the leader has them, the step after that lets each member wait
-for its own, and they are cached blocks, which vLLM finds when it looks at the request again. Until
-then the blocks are held, with those before them that the device still had.
+all members begin to load them. When the leader has them, or will have them by the end of the step
+in flight, the next step that is planned lets each member wait for its own, and they are cached
+blocks, which vLLM finds when it looks at the request again. Until then the blocks are held, with
+those before them that the device still had.
 """
 
 import itertools
@@ -25,6 +26,10 @@ from worker.engine.scheduling.handover import CACHE_GROUP, forget_hashes
 IDLE_S = 0.0005
 """How long an empty step waits for a load, so that a group without other tasks plans few."""
 
+LEAD_MAX_S = 0.02
+"""A step is planned to read a load that will be over after this time at most: it would have to wait
+for it, if the step before it took less time than expected."""
+
 LOADS_MAX = 8
 """Maximum loads ahead that are not over; each holds the blocks of a request that does not run."""
 
@@ -41,7 +46,9 @@ class _Load:
     keys: list[BlockHash]
     places: Taken
     is_loaded: bool = False
-    is_wanted: bool = True
+    """Whether vLLM may hit the blocks: the next step that computes something waits for them."""
+    is_awaited: bool = False
+    """Whether such a step was planned: who gets the blocks later comes after the load."""
     ends_s: float = 0.0
 
 
@@ -50,6 +57,9 @@ class Loads(Protocol):
 
     def is_over(self, number: int) -> bool:
         """Return whether this rank has loaded all of this number."""
+
+    def left_s(self, number: int) -> float:
+        """Return how long that will still take, in seconds; 0 if it is over."""
 
     def wait_loads(self, limit_s: float) -> None:
         """Wait for all loads that have begun, but not longer than that."""
@@ -73,7 +83,8 @@ class AheadLoads:
         self._unwanted: list[_Load] = []
         """Loads whose requests have ended; their blocks are written until they are over."""
         self._arrived: list[_Load] = []
-        """Loads that are over and that no step waits for yet."""
+        """Loads that vLLM may hit and that no step waits for yet."""
+        self._looked_s = 0.0
 
     def knows(self, name: str) -> bool:
         """Return whether a request has a load."""
@@ -131,18 +142,29 @@ class AheadLoads:
             found += block
         return found
 
-    def look(self, now_s: float) -> None:
-        """Let requests find what has arrived, and hold nothing for longer than the limit."""
+    def look(self, now_s: float, *, is_busy: bool = False) -> None:
+        """Let requests find what has arrived, and hold nothing for longer than the limit.
+
+        If the device `is_busy` with a step, the step that is planned next begins when that one
+        ends. It may read what arrives by then: one takes about as long as from look to look.
+        """
+        lead_s = min(LEAD_MAX_S, now_s - self._looked_s) if is_busy else 0.0
+        self._looked_s = now_s
         for name, load in list(self._loads.items()):
-            if not load.is_loaded and self._copies.is_over(load.number):
+            if not load.is_loaded and self._copies.left_s(load.number) <= lead_s:
                 self._arrive(load)
                 load.ends_s = now_s + self._hold_s
             elif load.is_loaded and now_s > load.ends_s:
                 self.release(name)
-        for load in [load for load in self._unwanted if self._copies.is_over(load.number)]:
+        for load in [load for load in self._unwanted if self._is_written(load)]:
             self._unwanted.remove(load)
-            self._arrive(load)
+            if not load.is_loaded:
+                self._arrive(load)
             self._free(load)
+
+    def _is_written(self, load: _Load) -> bool:
+        """Return whether nothing writes to a load's blocks before what gets them next."""
+        return load.is_awaited or self._copies.is_over(load.number)
 
     def _arrive(self, load: _Load) -> None:
         load.is_loaded = True
@@ -153,11 +175,13 @@ class AheadLoads:
             self._pool._insert_block_hash(cached, block, num_tokens=tokens)
 
     def await_arrived(self, step: BlockCopies) -> tuple[Taken, list[int]]:
-        """Let a step, which computes something, wait for what has arrived on this rank.
+        """Let a step, which computes something, wait for what it may read.
 
         Returns what the loads read, to be kept until the step is over, and their blocks.
         """
         arrived, self._arrived = self._arrived, []
+        for load in arrived:
+            load.is_awaited = True
         step.awaits += [load.number for load in arrived]
         places = [place for load in arrived for place in load.places]
         return places, [block.block_id for load in arrived for block in load.blocks]
@@ -167,7 +191,7 @@ class AheadLoads:
         load = self._loads.pop(name, None)
         if load is None:
             return
-        if load.is_loaded:
+        if load.is_loaded and self._is_written(load):
             self._free(load)
         else:
             self._unwanted.append(load)

@@ -47,6 +47,7 @@ class LedTaskView(Protocol):
     """The scheduler's side that the connector reads."""
 
     requests: dict[str, Request]
+    running: list[Request]
     block_size: int
     max_num_scheduled_tokens: int
 

@@ -219,7 +219,9 @@ class BlockConnector:
     def look(self) -> None:
         """Let vLLM find what has been loaded ahead; call it before a step is planned."""
         if self._ahead is not None:
-            self._ahead.look(time.monotonic())
+            running = self._scheduler.running
+            is_busy = any(each.num_output_placeholders for each in running)
+            self._ahead.look(time.monotonic(), is_busy=is_busy)
 
     def idle(self) -> None:
         """Wait a moment if nothing runs beside loads ahead: the step that was planned is empty."""
