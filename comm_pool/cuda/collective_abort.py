@@ -88,6 +88,8 @@ class Signal:
         """`words` (int32) are all of them, as they lie in memory."""
         self._words, self._peers = words, peers
         self._apart = _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
+        self._flags = words[2 * self._apart : 2 * self._apart + BLOCKS]
+        self._read = torch.zeros(BLOCKS, dtype=torch.int32, pin_memory=words.is_cuda)
 
     def let_through(self) -> None:
         """Let every waiting block pass at most `BARRIERS` barriers; allocates nothing."""
@@ -96,6 +98,14 @@ class Signal:
 
         passes = BARRIERS // AHEAD
         signal_kernel.launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
+
+    def begin_reading(self) -> None:
+        """Copy the flags to the host, on the current stream; never waits."""
+        self._read.copy_(self._flags, non_blocking=True)
+
+    def read_total(self) -> int:
+        """Return the sum of the flags as of the last reading that has ended."""
+        return int(self._read.sum())
 
 
 class _Words:
@@ -116,10 +126,12 @@ class SignalPump:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._reader: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._warmed: set[int] = set()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)
+            self._reader = torch.cuda.Stream(device, priority=-1)
             self._event = torch.cuda.Event()
 
     def warm(self, peers: int) -> None:
@@ -134,7 +146,7 @@ class SignalPump:
         words = torch.zeros(size, dtype=torch.int32, device=self._device)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._beside():
+        with self._beside(self._stream):
             Signal(words, peers).let_through()
         if self._stream is not None:
             self._stream.synchronize()
@@ -146,7 +158,7 @@ class SignalPump:
         """
         until_s = time.monotonic() + DRAIN_S
         launches = 0
-        with self._beside():
+        with self._beside(self._stream):
             while is_wanted() and time.monotonic() < until_s:
                 if self._event is None or self._event.query():
                     launches += 1
@@ -155,16 +167,25 @@ class SignalPump:
                     if self._event is not None:
                         self._event.record()
                 time.sleep(LOOK_S)
-        log.info("collectives_let_through", barriers=launches * BARRIERS, is_over=not is_wanted())
+        # Flags that stand still tell that the device waits for something else.
+        flags = [signal.read_total() for signal in signals]
+        is_over = not is_wanted()
+        log.info(
+            "collectives_let_through", barriers=launches * BARRIERS, flags=flags, is_over=is_over
+        )
+        if not is_over:
+            with self._beside(self._reader):
+                for signal in signals:
+                    signal.begin_reading()
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Launch beside the in-flight steps."""
-        if self._stream is None:
+    def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launch on this stream, beside the in-flight steps."""
+        if stream is None:
             beside: AbstractContextManager[Any] = nullcontext()
         else:
             torch.cuda.set_device(self._device)
-            beside = torch.cuda.stream(self._stream)
+            beside = torch.cuda.stream(stream)
         with torch.inference_mode(), beside:
             yield
 

@@ -117,6 +117,18 @@ def test_draining_ends_when_it_is_no_longer_wanted_and_after_its_time() -> None:
     assert gpu.words.any()
 
 
+def test_the_log_tells_whether_blocks_pass_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they stand still, the device waits for something else."""
+    monkeypatch.setattr(collective_abort, "DRAIN_S", 0.001)
+    gpu = Gpu(0, 16, blocks=2)
+    signal, pump = Signal(gpu.words, 16), SignalPump(CPU)
+    with capture_logs() as logs:
+        for flags in ([3, 4], [5, 6], [5, 6]):
+            gpu.signal.flag[:2] = flags
+            pump.drain([signal], lambda: True)
+    assert [each["flags"] for each in logs] == [[0], [7], [11]], "as of the end of the drain before"
+
+
 # NCCL
 
 
