@@ -72,7 +72,7 @@ class Pages:
     def is_over(self, number: int) -> bool:
         return number in self.over
 
-    def left_s(self, number: int) -> float:
+    def remaining_s(self, number: int) -> float:
         return 0.0 if number in self.over else self.left.get(number, math.inf)
 
     def wait_loads(self, limit_s: float) -> None:

@@ -203,7 +203,7 @@ class HostLanes:
         load = self._loads.get(number)
         return load is not None and load.is_over()
 
-    def left_s(self, number: int) -> float:
+    def remaining_s(self, number: int) -> float:
         """Return how long a load ahead will still take on this rank, in seconds.
 
         It is infinite until all of it is launched, as `follow` would have to wait for room.
@@ -212,11 +212,11 @@ class HostLanes:
         load = self._loads.get(number)
         if load is None or load.rest.pages:
             return math.inf
-        left_bytes = 0
+        remaining_bytes = 0
         for part in self._under_way:
-            left_bytes += 0 if part.copying.is_over() else part.num_bytes
+            remaining_bytes += 0 if part.copying.is_over() else part.num_bytes
             if part.copying is load.copying:
-                return left_bytes * self._s_per_byte
+                return remaining_bytes * self._s_per_byte
         return 0.0
 
     def follow(self, numbers: Iterable[int]) -> None:

@@ -139,7 +139,7 @@ def test_the_time_that_loads_still_take_is_known_by_parts(
     page_s = PAGE_BYTES * S_PER_BYTE
 
     def left() -> list[float]:
-        return [made.lanes.left_s(number) for number in (0, 1)]
+        return [made.lanes.remaining_s(number) for number in (0, 1)]
 
     assert left() == pytest.approx([3 * page_s, 4 * page_s])
     first.over = True
@@ -148,7 +148,7 @@ def test_the_time_that_loads_still_take_is_known_by_parts(
     assert left() == pytest.approx([0.0, page_s])
     third.over = True
     assert left() == [0.0, 0.0]
-    assert made.lanes.left_s(2) == math.inf
+    assert made.lanes.remaining_s(2) == math.inf
 
 
 def test_a_load_that_is_not_launched_to_its_end_takes_who_knows_how_long(
@@ -158,9 +158,9 @@ def test_a_load_that_is_not_launched_to_its_end_takes_who_knows_how_long(
     monkeypatch.setattr(host_lanes, "LOADS_UNDER_WAY", 1)
     monkeypatch.setattr(host_lanes, "PART_BYTES", PAGE_BYTES)
     made.lanes.load_ahead(0, of(1, 2))
-    assert made.lanes.left_s(0) == math.inf
+    assert made.lanes.remaining_s(0) == math.inf
     made.loads.launched[0].over = True
-    assert made.lanes.left_s(0) == pytest.approx(PAGE_BYTES * S_PER_BYTE)
+    assert made.lanes.remaining_s(0) == pytest.approx(PAGE_BYTES * S_PER_BYTE)
 
 
 def test_loads_ahead_are_launched_as_others_end(

@@ -58,7 +58,7 @@ class Loads(Protocol):
     def is_over(self, number: int) -> bool:
         """Return whether this rank has loaded all of this number."""
 
-    def left_s(self, number: int) -> float:
+    def remaining_s(self, number: int) -> float:
         """Return how long that will still take, in seconds; 0 if it is over."""
 
     def wait_loads(self, limit_s: float) -> None:
@@ -84,7 +84,7 @@ class AheadLoads:
         """Loads whose requests have ended; their blocks are written until they are over."""
         self._arrived: list[_Load] = []
         """Loads that vLLM may hit and that no step waits for yet."""
-        self._looked_s = 0.0
+        self._last_look_s = 0.0
 
     def knows(self, name: str) -> bool:
         """Return whether a request has a load."""
@@ -148,10 +148,10 @@ class AheadLoads:
         If the device `is_busy` with a step, the step that is planned next begins when that one
         ends. It may read what arrives by then: one takes about as long as from look to look.
         """
-        lead_s = min(LEAD_MAX_S, now_s - self._looked_s) if is_busy else 0.0
-        self._looked_s = now_s
+        lead_s = min(LEAD_MAX_S, now_s - self._last_look_s) if is_busy else 0.0
+        self._last_look_s = now_s
         for name, load in list(self._loads.items()):
-            if not load.is_loaded and self._copies.left_s(load.number) <= lead_s:
+            if not load.is_loaded and self._copies.remaining_s(load.number) <= lead_s:
                 self._arrive(load)
                 load.ends_s = now_s + self._hold_s
             elif load.is_loaded and now_s > load.ends_s:
