@@ -98,6 +98,7 @@ class GroupDirectory:
         self._intact = self._words[_HEADER_WORDS + k :]
         self._is_led = False
         """Whether this process leads the group, and enters its blocks."""
+        self._inherited: dict[int, bytes] = {}
 
     # ------------------------------------------------------------------ the leader
 
@@ -164,6 +165,33 @@ class GroupDirectory:
         with FENCE:
             self._intact[place] = formation
 
+    def take_over(self, rank: int) -> None:
+        """Withdraw all marks of a member's predecessor; call it before its pages change.
+
+        A rank alone inherits the blocks that it has as the predecessor left them: `inherited_pages`
+        have only blocks with their hashes, and may be hit once the group begins.
+        """
+        inherited: dict[int, bytes] = {}
+        if self.shape.width == 1 and self.formation:
+            inherited = dict(zip(*self.entries(), strict=True))
+        self.give_up(rank)
+        self._inherited = inherited
+
+    @property
+    def inherited_pages(self) -> Numbers:
+        """The pages with blocks that are inherited and not taken yet, ascending."""
+        blocks = np.fromiter(self._inherited, dtype=np.int64)
+        pages: Numbers = np.unique(blocks // self.shape.slots_per_page)
+        return pages
+
+    def take_inherited(self) -> dict[int, bytes]:
+        """Return the inherited blocks that no page has lost since, and their padded hashes; once.
+
+        From then on they are the group's own, which the leader enters.
+        """
+        inherited, self._inherited = self._inherited, {}
+        return inherited
+
     def give_up(self, rank: int, blocks: Numbers | npt.NDArray[np.bool_] | None = None) -> None:
         """Withdraw a member's marks of these blocks, or all; then their slots may change.
 
@@ -173,6 +201,7 @@ class GroupDirectory:
         with FENCE:
             if blocks is None:
                 self._intact[place] = 0
+                self._inherited.clear()
             else:
                 self._marks[place][blocks] = 0
         with FENCE:
@@ -184,6 +213,10 @@ class GroupDirectory:
         A migration may have put the blocks of one lease index into several pages.
         """
         place = self.shape.ranks.index(rank)
+        if self._inherited:
+            lost, size = set(pages.tolist()), self.shape.slots_per_page
+            blocks = self._inherited.items()
+            self._inherited = {n: key for n, key in blocks if n // size not in lost}
         if not self._intact[place]:
             return
         changes = np.zeros(self.shape.num_pages, dtype=np.bool_)

@@ -10,6 +10,8 @@ what the dp block `page` holds for those heads. A pipeline stage sees the blocks
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
@@ -26,6 +28,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvadaptor.geometry import GeometryError, PageGeometry, Split
 from kvadaptor.transfer.peers import allocate
+
+Pages = npt.NDArray[np.int64]
 
 LAYOUT = KVCacheLayout.LBHNC
 """Layer, block, head, token, channel: a block divides into per-head regions."""
@@ -88,6 +92,20 @@ def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:
         dtype_bytes=spec.dtype.itemsize,
         tokens_per_slot=spec.block_size,
     )
+
+
+def zero_pages(raw: torch.Tensor, geometry: PageGeometry, but: Pages) -> None:
+    """Zero a rank's KV memory, (num_bytes,) int8, but for these (n,) pages."""
+    if not but.size:
+        raw.zero_()
+        return
+    words = raw.view(torch.int64) if geometry.layer_page_bytes % 8 == 0 else raw
+    pages = raw.numel() // geometry.page_bytes
+    changes = np.ones(pages, dtype=np.bool_)
+    changes[but] = False
+    others = torch.from_numpy(np.flatnonzero(changes)).to(raw.device)
+    for layer in words.view(geometry.num_layers, pages, -1):
+        layer.index_fill_(0, others, 0)
 
 
 class KVBuffer:

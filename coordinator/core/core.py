@@ -191,6 +191,8 @@ class Core:
         effects: list[Effect] = [opened]
         if arrival is Arrival.RESTARTED:
             effects += self._pool.lost(hello.rank, now_ms)
+        if hello.inherits:
+            self._pool.tasks.loads.homes.inherit(hello.rank)
         self._switcher.on_hello(hello, arrival, now_ms)
         if self._steering is not None:
             self._steering.on_hello(hello)

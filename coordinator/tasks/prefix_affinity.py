@@ -1,8 +1,9 @@
 """Which groups have read which beginnings of prompts, so that tasks go where they are cached.
 
-A hint, as between cells: the group may have evicted a block since. Its memory ends with the group.
-Before they serve, leaders report the blocks that a migration brings, with running tasks or as
-cached blocks. The pool and placement call this module. Pure.
+A hint, as between cells: the group may have evicted a block since. Its memory ends with the group,
+but a new process of a rank alone may have that of the one before it. Before they serve, leaders
+report the blocks that a migration brings, with running tasks or as cached blocks. The pool and
+placement call this module. Pure.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,12 @@ class PrefixAffinity:
         """Record that the next group that this rank leads begins with these blocks."""
         if prefixes:
             self._coming.setdefault(leader, PrefixHistory()).remember(prefixes)
+
+    def inherit(self, rank: Rank) -> None:
+        """Record that the next group of this rank alone begins with what its last one had."""
+        known = self._homes.get(rank)
+        if known is not None and known[0].group.ranks == (rank,):
+            self._coming[rank] = known[1]
 
     def remember(self, binding: Binding, prefixes: Sequence[int]) -> None:
         """Record that the group gets a prompt with these blocks."""

@@ -18,6 +18,7 @@ import torch
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.gauges import gauges, settled_total, total
+from tests.harness.cells.log_events import events_of
 from tests.harness.cells.lost_ranks import (
     all_serve,
     begun,
@@ -58,9 +59,12 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
 def submit_all(client: TaskClient, tag: str) -> list[str]:
     names = [f"{tag}-{number}" for number in range(STREAMS)]
     for name in names:
-        ids = random.Random(name).choices(range(10, 100_000), k=PROMPT_TOKENS)
-        client.submit(name, ids, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        client.submit(name, prompt_of(name), max_tokens=ANSWER_TOKENS, ignore_eos=True)
     return names
+
+
+def prompt_of(name: str) -> list[int]:
+    return random.Random(name).choices(range(10, 100_000), k=PROMPT_TOKENS)
 
 
 @contextmanager
@@ -138,6 +142,20 @@ def back_after(cell: BareCell, victim: int, killed_s: float) -> float:
     return time.monotonic() - killed_s
 
 
+async def check_inherited(cell: BareCell, victim: int) -> None:
+    """A rank that is back computes no prompt again that the process before it has read."""
+    client = TaskClient()
+    async with client.connected(cell):
+        for number in range(STREAMS):
+            client.submit(f"again-{number}", prompt_of(f"warm-{number}"), max_tokens=1)
+        await client.finish(*client.streams)
+        computed = await settled_total(cell, "computed_tokens", victim)
+    (inherited,) = events_of(cell.log("worker"), "blocks_inherited")
+    print(f"{inherited['blocks']} blocks inherited, {computed} tokens of prompts computed")
+    assert inherited["blocks"] > STREAMS // 4 * PROMPT_TOKENS // BLOCK_TOKENS
+    assert 0 < computed < STREAMS * 2 * BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("size", SHAPES)
 async def test_tasks_go_on_from_the_memory_of_a_lost_device(tmp_path: Path, size: str) -> None:
     """Without host pages; then members of a wide group are lost, too. None loads weights again."""
@@ -157,6 +175,8 @@ async def test_tasks_go_on_from_the_memory_of_a_lost_device(tmp_path: Path, size
             print(f"{layout}, rank {victim}: serves again {back_s:.1f} s after it was killed")
             print(f"loaded {loaded}; in use before {before}, after {after}")
             assert loaded[victim] == 0 < loaded[1 - victim]
+            if layout == "dp2":
+                await check_inherited(cell, victim)
             assert all(
                 now <= then + MEMORY_MARGIN_BYTES for then, now in zip(before, after, strict=True)
             )

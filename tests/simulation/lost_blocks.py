@@ -116,6 +116,11 @@ class GroupBlocks:
             found.append((place, self._stays[ranks, block, key]))
         return found if self._source.is_sooner(len(found) * BLOCK_TOKENS) else []
 
+    def take_inherited(self) -> list[tuple[int, int]]:
+        """Return the blocks that the group has of an earlier process, and their stays."""
+        ranks, found = self.directory.shape.ranks, self.directory.take_inherited()
+        return [(block, self._stays[ranks, block, key]) for block, key in found.items()]
+
     def load(self, request: FakeRequest, places: list[int]) -> None:
         """Let the step that is planned next load these places into a task's first blocks."""
         self._source.load(self.loads, request.name, request.blocks[: len(places)], places)

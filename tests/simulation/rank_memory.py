@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from comm_pool.layout import Rank
 from comm_pool.mixed import Staged
 from comm_pool.plan import CommunicatorPlan
@@ -73,7 +75,9 @@ class RankMemory(FakeCell):
             # The predecessor's KV can be read until then.
             self.lost[rank] = self._open(rank, self._pieces)
         if self._pieces is not None and rank in self.memory:
-            self.memory[rank].words[:] = 0
+            inherited = lost_kv.inherited_pages(self.lost[rank].directories, rank)
+            pages = self.memory[rank].words.reshape(self.geometry.num_layers, num_pages, -1)
+            pages[:, np.setdiff1d(np.arange(num_pages), inherited)] = 0
         else:
             self.memory[rank] = SimKV(self.geometry, num_pages)
         assert isinstance(mailbox, SimMailbox)

@@ -30,9 +30,17 @@ from tests.harness.worker.fake_engine import (
 )
 from tests.harness.worker.fake_kv import Words
 from tests.harness.worker.fake_scheduler import FakeOutput, FakePlan
-from tests.simulation.checkers import Violation
+from tests.simulation.checkers import Violation, check
 from tests.simulation.lost_blocks import Doubt, GroupBlocks, Loads
-from tests.simulation.sim_kv import BLOCK_TOKENS, KV_HEADS, Copy, SimMover, Stay, words_of
+from tests.simulation.sim_kv import (
+    BLOCK_TOKENS,
+    KV_HEADS,
+    Copy,
+    SimMover,
+    Stay,
+    is_full_block_of,
+    words_of,
+)
 from tests.simulation.sim_queue import SimQueue
 from tests.simulation.sim_scheduler import SimIntake, SimPlan, SimScheduler
 from worker.engine.lost_kv import PLACES, LostKV
@@ -162,6 +170,15 @@ class SimMode(FakeMode):
         assert isinstance(plan, SimPlan)
         self._count(plan.loads)
         return self._sim.stamped(plan)
+
+    def inherit(self) -> None:
+        """Read what its tasks could hit, as another process has left it."""
+        blocks = self.scheduler.blocks if isinstance(self.scheduler, SimScheduler) else None
+        for block, stay in blocks.take_inherited() if blocks is not None else ():
+            found = self._blocks[self._places([block])].reshape(-1)
+            what = f"rank {self._sim.process.rank} inherits {found.tolist()}, not of stay {stay}"
+            check(is_full_block_of(stay, found, self._shares), what)
+            self._sim.process.world.stats.inherited += 1
 
     def _count(self, loads: Loads) -> None:
         """Count what a step that was just planned loads."""
@@ -343,6 +360,7 @@ class SimEngine(FakeEngine):
             max_tasks=MAX_TASKS,
             max_model_len_tokens=STEP_TOKENS,
             tokens_per_step_max=STEP_TOKENS,
+            inherits=self.lost is not None and self.lost.inherits,
             step_times=facts.step_times if self.spec.pipelines else (),
         )
 

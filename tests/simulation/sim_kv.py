@@ -77,6 +77,13 @@ def words_of(stay: Stay, first: int, last: int, tokens: int, shares: Words) -> W
     return words
 
 
+def is_full_block_of(stay: int, found: Words, shares: Words) -> bool:
+    """Return whether these words, (shares,), are those of some full block of a stay."""
+    number = int(found[0]) // _SHARES // _COUNTS % _BLOCKS
+    wanted = words_of(Stay(stay), number, number + 1, (number + 1) * BLOCK_TOKENS, shares)
+    return bool((found == wanted[0]).all())
+
+
 class Copy:
     """Copies that a device has been given."""
 

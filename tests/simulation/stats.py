@@ -48,6 +48,8 @@ class Stats:
     """Those that tasks of pipeline groups have loaded."""
     loaded_of_the_dead: int = 0
     """Those of groups of which a rank had no process."""
+    inherited: int = 0
+    """Blocks that new processes of ranks alone have of the ones before them."""
     void: int = 0
     """Blocks of lost groups that tasks loaded in vain, as they were gone by the end of the step."""
     built_early: int = 0

@@ -134,7 +134,9 @@ def test_tasks_load_of_the_dead_where_their_memory_is_trusted() -> None:
     runs = [unmeddled(seed) for seed in range(SEEDS)]
     pairs = list(zip(trust, runs, strict=True))
     assert sum(run.loaded_of_the_dead for is_trusted, run in pairs if is_trusted) > 50
-    assert not any(run.loaded_of_the_dead for is_trusted, run in pairs if not is_trusted)
+    assert sum(run.inherited for is_trusted, run in pairs if is_trusted) > 50
+    for each in ("loaded_of_the_dead", "inherited"):
+        assert not any(getattr(run, each) for is_trusted, run in pairs if not is_trusted)
     assert sum(run.loaded_of_wide for run in runs) > 50
     assert sum(run.void for run in runs) > 0, "whatever was loaded was there"
 

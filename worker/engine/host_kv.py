@@ -272,7 +272,7 @@ def open_tier(
 ) -> HostTier | None:
     """Open the host pages that all ranks of a cell share.
 
-    The rank's KV memory holds nothing yet. `HostTier.begin` lets groups use the pages. Raises
+    The rank's KV memory is as before afterwards. `HostTier.begin` lets groups use the pages. Raises
     `HostMemoryError` if they are too few, `HostCopyError` or `DriverError` if the device cannot
     copy them; returns None instead if they are optional, and then no group of this rank uses any.
     """
@@ -296,9 +296,10 @@ def _open_tier(memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer) -> HostTi
     trial = layout.pages_of(rank)[: min(TRIAL_BLOCKS, kv.num_pages)]
     if device.type == "cuda":
         _register(tier, memory, trial)
+    first = kv.raw.view(geometry.num_layers, -1)[:, : len(trial) * geometry.layer_page_bytes]
+    before = first.clone()  # Pages of the process before may be inherited.
     tier.try_loads(trial)
-    layers = kv.raw.view(geometry.num_layers, -1)
-    layers[:, : len(trial) * geometry.layer_page_bytes] = 0
+    first.copy_(before)
     if copies_aside(device):
         s_per_byte = tier.load_us_per_token * geometry.tokens_per_slot / geometry.page_bytes / 1e6
         tier.lanes = HostLanes(loads, loads_ahead, stores, geometry.page_bytes, s_per_byte)

@@ -2,7 +2,8 @@
 
 The launcher holds handles of it (comm_pool/cuda/lasting_memory.py). So the tasks of a lost rank go
 on elsewhere from its own pages, as they do on CPU. The next process of the rank takes its memory
-over, empty. Where devices have no such memory, a rank's KV ends with its process.
+over, with the blocks that are still true. Where devices have no such memory, a rank's KV ends with
+its process.
 """
 
 import os
@@ -30,8 +31,9 @@ from kvadaptor.transfer.peers import (
     map_peers,
     refusal_of,
 )
+from kvadaptor.views import zero_pages
 from worker.engine.lost_copies import MoverPageCopies
-from worker.engine.lost_kv import LostKV, open_directories
+from worker.engine.lost_kv import LostKV, inherited_pages, open_directories
 
 log = structlog.get_logger()
 
@@ -64,7 +66,7 @@ class LastingKV:
     _directories: tuple[GroupDirectory, ...] = ()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return the rank's own memory, (num_bytes,) int8 and all zeros.
+        """Return the rank's own memory, (num_bytes,) int8: zeros, and inherited pages.
 
         A collective of the ranks that start together. Raises `CellMemoryError` if the predecessor
         had memory of another size, which others map, if it cannot be taken over, or if only some
@@ -106,7 +108,7 @@ class LastingKV:
         """Return the memory of the predecessor; others may read it until this is called."""
         own = self._map(self.rank)
         self._open_directories()
-        own.zero_()
+        zero_pages(own, self.geometry, inherited_pages(self._directories, self.rank))
         if own.is_cuda:
             torch.cuda.synchronize(own.device)
         return own

@@ -3,7 +3,7 @@
 The memory of ranks outlives their processes, and so does the directory of each group. Tasks of
 a lost group continue on its blocks, in a group of any width, without computing them again. A copy
 counts once the directory still shows the same afterwards: a lost rank that lives may go on, and a
-new process empties the memory of its predecessor.
+new process uses the memory of its predecessor.
 """
 
 import mmap
@@ -17,7 +17,7 @@ import numpy as np
 from comm_pool.cpu.cell_memory import directory_name, kv_name
 from comm_pool.layout import Rank, lease_key
 from kvadaptor.geometry import PageGeometry, Split
-from kvadaptor.group_directory import DirectoryShape, GroupDirectory
+from kvadaptor.group_directory import DirectoryShape, GroupDirectory, Numbers
 from kvadaptor.host.layout import HASH_BYTES
 from kvadaptor.slot_table import SlotTable
 from worker.engine.lost_copies import ArrayPageCopies, Bytes, LostPageCopies
@@ -60,7 +60,7 @@ def open_directories(
 ) -> tuple[GroupDirectory, ...]:
     """Map the directories of all groups of these splits, in one order on all ranks.
 
-    `num_pages` are the pages of a rank. A new process gives up all that its predecessor had.
+    `num_pages` are the pages of a rank. A new process takes over what its predecessor had.
     """
     opened = []
     for split in sorted(splits):
@@ -72,8 +72,14 @@ def open_directories(
             mapped = memory.map(directory_name(key), sizes.num_bytes, is_own=is_member)
             opened.append(GroupDirectory(memoryview(mapped), sizes))
             if is_member:
-                opened[-1].give_up(rank)
+                opened[-1].take_over(rank)
     return tuple(opened)
+
+
+def inherited_pages(directories: Iterable[GroupDirectory], rank: Rank) -> Numbers:
+    """Return the pages whose content a rank keeps from its predecessor, ascending."""
+    own = (each.inherited_pages for each in directories if each.shape.ranks == (rank,))
+    return next(own, np.zeros(0, dtype=np.int64))
 
 
 @dataclass(slots=True)
@@ -96,6 +102,11 @@ class LostKV:
     def directory_of(self, key: tuple[Rank, ...]) -> GroupDirectory | None:
         """Return the directory of the group whose lease has this key, if it has one."""
         return next((each for each in self.directories if each.shape.ranks == key), None)
+
+    @property
+    def inherits(self) -> bool:
+        """Whether this rank alone has blocks of its predecessor that no group has begun with."""
+        return bool(inherited_pages(self.directories, self.rank).size)
 
     def distrust(self) -> None:
         """Let nobody read this rank's own pages: what they hold may be wrong."""

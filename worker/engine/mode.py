@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 import torch
 from vllm.config import VllmConfig
 
@@ -17,11 +18,14 @@ from worker.engine.counters import LoanCounts
 from worker.engine.host_kv import HostTier
 from worker.engine.lost_kv import LostKV
 from worker.engine.scheduling.block_copies import BlockCopies
+from worker.engine.scheduling.inherited_blocks import inherit_blocks
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import BroadcastQueue
 from worker.rank.engine import NoRoomError, TaskOutput
 from worker.rank.step_times import StepTimes
+
+log = structlog.get_logger()
 
 
 def _no_copy() -> None:
@@ -157,6 +161,13 @@ class PreparedMode:
             return result
 
         return run
+
+    def inherit(self) -> None:
+        """Let tasks hit what this rank alone has from the process before it; see `EngineMode`."""
+        keys = self.directory.take_inherited() if self.directory is not None else {}
+        if keys and self.scheduler is not None:
+            count = inherit_blocks(self.scheduler, keys)
+            log.info("blocks_inherited", group=str(self.key), blocks=count)
 
     def finish_step(self, plan: StepPlan, result: Any) -> Sequence[TaskOutput]:
         """Update all tasks of a step; return the outputs for their clients.

@@ -6,7 +6,7 @@ exchange handles, in a collective.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,15 @@ from vllm.distributed.parallel_state import get_world_group
 from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
 from kvadaptor.geometry import PageGeometry, Split
+from kvadaptor.group_directory import GroupDirectory
 from kvadaptor.transfer.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
 from kvadaptor.transfer.peers import PeerMap, gather_all, map_peers
 from kvadaptor.transfer.rounds import Finish, Mover, Round
-from kvadaptor.views import KVBuffer
+from kvadaptor.views import KVBuffer, zero_pages
 from worker.engine.lasting_kv import LastingKV
+from worker.engine.lost_kv import inherited_pages
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
@@ -65,11 +67,22 @@ class AfterStores:
 Peers = tuple[dict[Rank, RankMailbox], Mover]
 
 
-def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
-    """Return a rank's own KV memory, (num_bytes,) int8 and all zeros."""
+def take_kv(
+    memory: CellMemory,
+    rank: Rank,
+    geometry: PageGeometry,
+    directories: Iterable[GroupDirectory],
+    num_bytes: int,
+) -> torch.Tensor:
+    """Return a rank's own KV memory, (num_bytes,) int8: zeros, and inherited pages."""
     mapped = memory.map(kv_name(rank), num_bytes)
-    clear(mapped)
-    return torch.frombuffer(mapped, dtype=torch.int8)
+    pages = inherited_pages(directories, rank)
+    if not pages.size:
+        clear(mapped)
+    own = torch.frombuffer(mapped, dtype=torch.int8)
+    if pages.size:
+        zero_pages(own, geometry, pages)
+    return own
 
 
 def lasting_kv(spec: RankSpec, geometry: PageGeometry, device: torch.device) -> LastingKV | None:

@@ -207,9 +207,7 @@ class RankEngine:
         before = self.other_bytes["context"]
         budget = known or kv_budget_bytes(config, self.device, before, reserved + graphs)
         geometry = geometry_of(specs)
-        pages = geometry.num_pages(budget)
-        if config.cache_config.num_gpu_blocks_override is not None:
-            pages = config.cache_config.num_gpu_blocks_override
+        pages = config.cache_config.num_gpu_blocks_override or geometry.num_pages(budget)
         widest = self.spec.widest  # It serves tasks that are too long for one rank.
         longest = config.model_config.max_model_len
         if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
@@ -220,12 +218,13 @@ class RankEngine:
         memory = self.spec.memory
         self._lasting = lasting_kv(self.spec, geometry, self.device)
         if memory is None:
-            take = self._lasting.take if self._lasting is not None else None
-            return KVBuffer(specs, pages, self.device, take)
+            own = self._lasting.take if self._lasting is not None else None
+            return KVBuffer(specs, pages, self.device, own)
         # The predecessor's KV can be read until then.
         of_cell, splits = (self.spec.rank, self.spec.world), {key.split for key in self.keys}
         self._directories = open_directories(memory, *of_cell, pages, geometry, splits)
-        return KVBuffer(specs, pages, self.device, partial(take_kv, memory, self.spec.rank))
+        take = partial(take_kv, memory, self.spec.rank, geometry, self._directories)
+        return KVBuffer(specs, pages, self.device, take)
 
     def _connect_peers(self) -> tuple[dict[Rank, RankMailbox], Mover]:
         """Connect to the mailboxes and KV memory of all ranks that it can exchange tasks with."""
@@ -454,6 +453,7 @@ class RankEngine:
             memory=self.memory(),
             step_times=tuple(map(width_times, self.step_times())),
             whole_layers=None if self.borrowing is None else self.borrowing.whole_layers,
+            inherits=self.lost is not None and self.lost.inherits,
         )
 
     def memory(self) -> tuple[tuple[str, int], ...]:

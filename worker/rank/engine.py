@@ -61,6 +61,8 @@ class EngineFacts:
     """The start-up measurements, by width."""
     whole_layers: int | None
     """The number of whole layers that the engine took; None if it borrows nothing."""
+    inherits: bool = False
+    """Whether the rank alone may hit blocks of the process before it, once it serves."""
 
 
 # ------------------------------------------------------------------------------ steps
@@ -311,6 +313,12 @@ class EngineMode(Protocol):
         """Schedule the group's next step, in the mode that suits its size; only a leader does.
 
         Calls `settle` if the engine needs the tokens of the in-flight step first.
+        """
+
+    def inherit(self) -> None:
+        """Let tasks hit the blocks that this rank alone has from the process before it.
+
+        The group has begun, and its pages are granted.
         """
 
     # Arguments named `plan` are plans of this engine or of a peer's; no other engine reads them.

@@ -158,6 +158,7 @@ def hello_of(
         memory=facts.memory,
         cohort=engine.spec.cohort,
         step_times=facts.step_times,
+        inherits=facts.inherits,
         tokens_per_step_max=facts.tokens_per_step_max,
         leases=tuple(tuple(map(Rank, ranks)) for ranks in engine.pages.groups()),
         part=part_of(engine.spec),

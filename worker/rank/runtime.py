@@ -154,6 +154,7 @@ class GroupRuntime:
         self.leases.began(binding, version)
         if mode.scheduler is not None:
             mode.scheduler.grant(granted)
+            mode.inherit()
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
         """Send a message to the followers of the joined group; see `tell`."""

@@ -67,6 +67,8 @@ class RankHello(Message, frozen=True):
     """The layers that are in parts, which it borrows: none, ffn or all."""
     whole_layers: int = 0
     """The number of layers whose feed-forward part it holds whole."""
+    inherits: bool = False
+    """Whether the rank alone may hit what the process before it had cached, once it serves."""
 
 
 class LeaseRetention(msgspec.Struct, frozen=True):

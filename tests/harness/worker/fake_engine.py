@@ -157,6 +157,9 @@ class FakeMode:
     def is_leader(self) -> bool:
         return self.ranks[0] == self.engine.spec.rank
 
+    def inherit(self) -> None:
+        """It caches nothing that its tasks could hit."""
+
     def plan_step(self, group: Group, settle: Callable[[], None]) -> FakePlan:
         assert self.scheduler is not None
         plan = self.scheduler.plan_step()

@@ -110,3 +110,13 @@ def test_what_a_group_knows_ends_with_it() -> None:
             assert not homes.matched_tokens(bound(*ranks, formation=formation), AGENT)
             homes.remember(bound(*ranks, formation=formation), AGENT)
         assert len(homes) == len(groups)
+
+
+def test_a_new_process_that_inherits_blocks_has_the_history_of_the_one_before() -> None:
+    homes = PrefixAffinity()
+    homes.remember(bound(1), AGENT)
+    homes.inherit(Rank(1))
+    assert homes.matched_tokens(bound(1, formation=2), AGENT) == KNOWN_TOKENS
+    homes.remember(bound(0, 1, formation=3), OTHER)
+    homes.inherit(Rank(0))
+    assert not homes.matched_tokens(bound(0, formation=4), OTHER), "a group shared these blocks"

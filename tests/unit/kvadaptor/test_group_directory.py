@@ -160,3 +160,53 @@ def test_another_process_of_the_group_reads_what_the_first_has_left(pair: Pair) 
     assert again.entries() == ([3], KEYS[:1])
     again.clear(3)
     assert again.entries() == ([3], KEYS[:1]), "it leads only after it has begun"
+
+
+def alone(blocks: list[int]) -> Pair:
+    """The directory of rank 4 alone, whose process has entered these blocks and ended."""
+    made = Pair((4,))
+    made.begin()
+    made.leader.fill(blocks, KEYS[: len(blocks)])
+    return made
+
+
+def test_the_next_process_of_a_rank_alone_inherits_its_blocks_once() -> None:
+    ended = alone([1, 3])
+    later = GroupDirectory(ended.memory, ended.shape)
+    later.take_over(4)
+    assert not ended.readable(), "its pages may change from now on"
+    assert later.inherited_pages.tolist() == [1, 3]
+    assert later.take_inherited() == {1: KEYS[0], 3: KEYS[1]}
+    assert not later.inherited_pages.size
+    assert later.take_inherited() == {}
+
+
+def test_what_was_not_trusted_is_not_inherited() -> None:
+    ended = alone([1, 3])
+    ended.follower.give_up(4, np.array([3]))
+    later = GroupDirectory(ended.memory, ended.shape)
+    later.take_over(4)
+    assert later.take_inherited() == {1: KEYS[0]}
+    ended = alone([1])
+    ended.follower.give_up(4)
+    later = GroupDirectory(ended.memory, ended.shape)
+    later.take_over(4)
+    assert later.take_inherited() == {}
+
+
+def test_pages_that_have_changed_are_not_inherited() -> None:
+    ended = alone([1, 3, 5])
+    later = GroupDirectory(ended.memory, ended.shape)
+    later.take_over(4)
+    later.give_up_pages(4, np.array([0, 3]))
+    assert later.inherited_pages.tolist() == [1, 5]
+    later.give_up(4)  # Another group begins in these pages.
+    assert later.take_inherited() == {}
+
+
+def test_a_member_of_a_wide_group_inherits_nothing(pair: Pair) -> None:
+    """The other halves of its blocks are in the pages of others, who go on."""
+    pair.leader.fill([3], KEYS[:1])
+    pair.follower.take_over(3)
+    assert pair.follower.take_inherited() == {}
+    assert not pair.readable()

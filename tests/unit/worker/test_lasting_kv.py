@@ -107,10 +107,18 @@ def test_a_peer_copies_pages_of_a_lost_rank_until_its_next_process_begins(
     assert reader.loaded_bytes == GEOMETRY.page_bytes
     again = kv_of(lasting, 1)
     assert lasting_bytes(lasting, Rank(1)) == NUM_BYTES
-    assert not again.take(NUM_BYTES).any(), "its memory begins with zeros"
-    assert not lost_pages.any(), "it is the same memory"
+    layers = again.take(NUM_BYTES).numpy().reshape(GEOMETRY.num_layers, PAGES, -1)
+    assert (layers[:, 2] == wanted[:, 2]).all(), "it inherits the page of the block"
+    assert not np.delete(layers, 2, axis=1).any()
+    assert (lost_pages.numpy() == layers.reshape(-1)).all(), "it is the same memory"
     assert found_by(reader, {Rank(0): 1, Rank(1): 8}) is None
-    lead_alone(opened(again), 1, incarnation=8)
+    successor = opened(again)
+    assert successor.inherits
+    directory = successor.directory_of((Rank(1),))
+    assert directory is not None
+    assert directory.take_inherited() == {2: KEY}
+    assert not directory.inherited_pages.size
+    lead_alone(successor, 1, incarnation=8)
     assert found_by(reader, {Rank(0): 1}) is not None, "the same mapping serves for its next loss"
 
 

@@ -138,6 +138,10 @@ class BlockGrants:
         self._aside = self._aside[:0]
         self._set(wanted)
 
+    def has(self, block: int) -> bool:
+        """Return whether a block is granted."""
+        return bool(self._granted[block])
+
     def _in_indices(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per block, whether it belongs to one of these lease indices."""
         named = np.zeros(self.indices, dtype=np.bool_)
