@@ -425,7 +425,6 @@ RARE = frozenset(
         "who joins another group tells of no room no longer",
         "followers leave a leader that may step unheard",
         "blocks of a group that was left are entered",  # A contract test finds it.
-        "pages that have changed are inherited",  # A unit test does.
     }
 )
 """Bugs that few of many thousand seeds find."""

@@ -40,6 +40,7 @@ FOUND_BY = {
     "closed groups are formed again": 628,
     "rounds do not wait": 8,
     "restarts are ignored": 25,
+    "pages that have changed are inherited": 45,
     "half joined groups stay": 61,
     "accept stale attempts": 2,
     "lease longer than patience": 12,
