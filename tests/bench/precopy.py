@@ -113,8 +113,8 @@ async def round_of(
     )
 
 
-def cell_of(precopy: str, shape: str) -> Any:
-    """Return a cell that is not started yet."""
+def cell_of(precopy: str, shape: str, *, worker: str = "worker") -> Any:
+    """Return a cell that is not started yet, whose ranks this module runs."""
     folder = Path(tempfile.mkdtemp())
     on_gpus: dict[str, Any] = {} if shape == DEMO else {"model": write_shape(shape, folder)}
     return bare_cell(
@@ -124,6 +124,7 @@ def cell_of(precopy: str, shape: str) -> Any:
         device="cpu" if shape == DEMO else "cuda",
         pause_limit_ms=60_000,
         precopy=precopy,
+        worker=worker,
         **PATIENCE,
         **on_gpus,
     )
