@@ -165,14 +165,15 @@ class GroupDirectory:
         with FENCE:
             self._intact[place] = formation
 
-    def take_over(self, rank: int) -> None:
+    def take_over(self, rank: int, *, is_trusted: bool = True) -> None:
         """Withdraw all marks of a member's predecessor; call it before its pages change.
 
         A rank alone inherits the blocks that it has as the predecessor left them: `inherited_pages`
-        have only blocks with their hashes, and may be hit once the group begins.
+        have only blocks with their hashes, and may be hit once the group begins. It inherits
+        nothing of a predecessor that is not trusted.
         """
         inherited: dict[int, bytes] = {}
-        if self.shape.width == 1 and self.formation:
+        if is_trusted and self.shape.width == 1 and self.formation:
             inherited = dict(zip(*self.entries(), strict=True))
         self.give_up(rank)
         self._inherited = inherited

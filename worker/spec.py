@@ -73,6 +73,8 @@ class RankSpec:
     peer_access: bool = True
     """Whether devices may read each other's memory."""
     ranks_per_device: int = 1
+    crashed: bool = False
+    """Whether the process before this one ended by an error of its own: its memory may be wrong."""
     joins: bool = False
     """Whether the others already serve; the rank then replaces a lost process in their memory."""
 

@@ -61,9 +61,20 @@ class CellMemory:
             os.close(self._files.popitem()[1])
 
 
-def clear(memory: mmap.mmap) -> None:
-    """Zero a mapped piece for all processes that map it, and free its pages."""
-    memory.madvise(mmap.MADV_REMOVE)
+def clear(memory: mmap.mmap, first: int = 0, last: int | None = None) -> None:
+    """Zero a mapped piece for all processes that map it, and free its pages.
+
+    Or only its bytes from `first` to before `last`.
+    """
+    last = len(memory) if last is None else last
+    size = mmap.PAGESIZE
+    begin, end = -(-first // size) * size, last // size * size
+    if begin >= end:
+        memory[first:last] = bytes(last - first)
+        return
+    memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+    memory[first:begin] = bytes(begin - first)
+    memory[end:last] = bytes(last - end)
 
 
 def plane_name(ranks: Sequence[int]) -> str:

@@ -16,13 +16,15 @@ from coordinator.protocol.terms import Binding
 class PrefixAffinity:
     """The blocks that each serving group has read, from its first placement on."""
 
-    __slots__ = ("_coming", "_homes")
+    __slots__ = ("_coming", "_homes", "_inherited")
 
     def __init__(self) -> None:
         self._homes: dict[Rank, tuple[Binding, PrefixHistory]] = {}
         """By leader, which is a faster key than a binding."""
         self._coming: dict[Rank, PrefixHistory] = {}
         """Blocks that migrations brought to leaders of groups about to serve."""
+        self._inherited: dict[Rank, PrefixHistory] = {}
+        """What ranks have of their earlier processes, once they serve alone."""
 
     def __len__(self) -> int:
         """Return the number of remembered groups."""
@@ -37,7 +39,7 @@ class PrefixAffinity:
         """Record that the next group of this rank alone begins with what its last one had."""
         known = self._homes.get(rank)
         if known is not None and known[0].group.ranks == (rank,):
-            self._coming[rank] = known[1]
+            self._inherited[rank] = known[1]
 
     def remember(self, binding: Binding, prefixes: Sequence[int]) -> None:
         """Record that the group gets a prompt with these blocks."""
@@ -56,7 +58,10 @@ class PrefixAffinity:
         # The ranks of the new group have left their earlier groups.
         for each in [each for each, (old, _) in self._homes.items() if _share(old, binding)]:
             del self._homes[each]
-        home = self._coming.pop(leader, None) or PrefixHistory()
+        inherited = self._inherited.pop(leader, None) if binding.group.width == 1 else None
+        home = self._coming.pop(leader, None) or inherited or PrefixHistory()
+        for rank in binding.group.ranks:
+            self._inherited.pop(rank, None)
         self._homes[leader] = (binding, home)
         return home
 

@@ -1,7 +1,9 @@
 """The next process of a killed rank has the prefixes that the one before it had cached."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +56,15 @@ async def test_prompts_are_hit_where_they_were_cached(cell: BareCell) -> None:
     (inherited,) = events_of(cell.log("worker"), "blocks_inherited")
     assert inherited["blocks"] * BLOCK_TOKENS > computed - PROMPTS * (BLOCK_TOKENS + TOKENS)
     assert 0 < again < PROMPTS * (PROMPT_TOKENS - FULL_TOKENS + TOKENS), "no prompt anew"
+    await crash(cell)
+
+
+async def crash(cell: BareCell) -> None:
+    """A process that ends by an error of its own may have written anything anywhere."""
+    os.kill(pids_of(cell)[VICTIM], signal.SIGSEGV)
+    await asyncio.to_thread(
+        until, cell, "seen", lambda _: not cell.get("/admin/ranks")["ranks"][VICTIM]["available"]
+    )
+    await all_there(cell)
+    await asyncio.to_thread(until, cell, "serving", all_serve)
+    assert len(events_of(cell.log("worker"), "blocks_inherited")) == 1, "that of before"

@@ -298,8 +298,12 @@ def _open_tier(memory: mmap.mmap, ranks: int, rank: int, kv: KVBuffer) -> HostTi
         _register(tier, memory, trial)
     first = kv.raw.view(geometry.num_layers, -1)[:, : len(trial) * geometry.layer_page_bytes]
     before = first.clone()  # Pages of the process before may be inherited.
-    tier.try_loads(trial)
-    first.copy_(before)
+    try:
+        tier.try_loads(trial)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        first.copy_(before)
     if copies_aside(device):
         s_per_byte = tier.load_us_per_token * geometry.tokens_per_slot / geometry.page_bytes / 1e6
         tier.lanes = HostLanes(loads, loads_ahead, stores, geometry.page_bytes, s_per_byte)

@@ -61,6 +61,8 @@ class LastingKV:
     cpu_group: Any
     """The Gloo group of the ranks that start together."""
     calls: MemoryCalls = field(default_factory=MemoryCalls)
+    is_trusted: bool = True
+    """Whether what the predecessor left may be read."""
     _memory: dict[int, torch.Tensor] = field(default_factory=dict)
     """What is mapped, by rank."""
     _directories: tuple[GroupDirectory, ...] = ()
@@ -159,8 +161,8 @@ class LastingKV:
             return
         most = max(lasting_bytes(self.lasting, Rank(each)) or 0 for each in range(self.ranks))
         pages, of_cell = most // self.geometry.page_bytes, (self.rank, self.ranks)
-        memory = self.lasting.cell
-        self._directories = open_directories(memory, *of_cell, pages, self.geometry, self._splits)
+        of_pages = self.lasting.cell, *of_cell, pages, self.geometry, self._splits
+        self._directories = open_directories(*of_pages, is_trusted=self.is_trusted)
 
     def _map(self, rank: Rank) -> torch.Tensor:
         """Map a rank's memory, once; raises `PeerMappingError`."""

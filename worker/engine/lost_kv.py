@@ -57,10 +57,13 @@ def open_directories(
     num_pages: int,
     geometry: PageGeometry,
     splits: Collection[Split],
+    *,
+    is_trusted: bool = True,
 ) -> tuple[GroupDirectory, ...]:
     """Map the directories of all groups of these splits, in one order on all ranks.
 
-    `num_pages` are the pages of a rank. A new process takes over what its predecessor had.
+    `num_pages` are the pages of a rank. A new process takes over what its predecessor had, if that
+    is trusted.
     """
     opened = []
     for split in sorted(splits):
@@ -72,7 +75,7 @@ def open_directories(
             mapped = memory.map(directory_name(key), sizes.num_bytes, is_own=is_member)
             opened.append(GroupDirectory(memoryview(mapped), sizes))
             if is_member:
-                opened[-1].take_over(rank)
+                opened[-1].take_over(rank, is_trusted=is_trusted)
     return tuple(opened)
 
 

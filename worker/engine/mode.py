@@ -166,8 +166,8 @@ class PreparedMode:
         """Let tasks hit what this rank alone has from the process before it; see `EngineMode`."""
         keys = self.directory.take_inherited() if self.directory is not None else {}
         if keys and self.scheduler is not None:
-            count = inherit_blocks(self.scheduler, keys)
-            log.info("blocks_inherited", group=str(self.key), blocks=count)
+            blocks = inherit_blocks(self.scheduler, keys)
+            log.info("blocks_inherited", group=str(self.key), blocks=len(blocks))
 
     def finish_step(self, plan: StepPlan, result: Any) -> Sequence[TaskOutput]:
         """Update all tasks of a step; return the outputs for their clients.

@@ -24,7 +24,7 @@ from kvadaptor.transfer.move_stats import MoveStats
 from kvadaptor.transfer.movers import PeerMover, make_mover
 from kvadaptor.transfer.peers import PeerMap, gather_all, map_peers
 from kvadaptor.transfer.rounds import Finish, Mover, Round
-from kvadaptor.views import KVBuffer, zero_pages
+from kvadaptor.views import KVBuffer
 from worker.engine.lasting_kv import LastingKV
 from worker.engine.lost_kv import inherited_pages
 from worker.spec import RankSpec
@@ -74,15 +74,21 @@ def take_kv(
     directories: Iterable[GroupDirectory],
     num_bytes: int,
 ) -> torch.Tensor:
-    """Return a rank's own KV memory, (num_bytes,) int8: zeros, and inherited pages."""
+    """Return a rank's own KV memory, (num_bytes,) int8: zeros, and inherited pages.
+
+    Until `directories` were opened others could read what the predecessor had in it.
+    """
     mapped = memory.map(kv_name(rank), num_bytes)
-    pages = inherited_pages(directories, rank)
-    if not pages.size:
-        clear(mapped)
-    own = torch.frombuffer(mapped, dtype=torch.int8)
-    if pages.size:
-        zero_pages(own, geometry, pages)
-    return own
+    pages, page_bytes = inherited_pages(directories, rank).tolist(), geometry.layer_page_bytes
+    layer_bytes = num_bytes // geometry.num_layers
+    ends = [*(page * page_bytes for page in pages), layer_bytes]
+    for layer in range(0, num_bytes, layer_bytes):
+        first = 0
+        for end in ends:
+            if first < end:
+                clear(mapped, layer + first, layer + end)
+            first = end + page_bytes
+    return torch.frombuffer(mapped, dtype=torch.int8)
 
 
 def lasting_kv(spec: RankSpec, geometry: PageGeometry, device: torch.device) -> LastingKV | None:
@@ -90,7 +96,8 @@ def lasting_kv(spec: RankSpec, geometry: PageGeometry, device: torch.device) -> 
     if spec.lasting is None:
         return None
     of_cell, cpu_group = (spec.rank, spec.cell_ranks), get_world_group().cpu_group
-    return LastingKV(spec.lasting, *of_cell, geometry, device, cpu_group)
+    is_trusted = not spec.crashed
+    return LastingKV(spec.lasting, *of_cell, geometry, device, cpu_group, is_trusted=is_trusted)
 
 
 def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Peers:

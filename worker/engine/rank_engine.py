@@ -196,9 +196,9 @@ class RankEngine:
     def _allocate_kv(
         self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
     ) -> KVBuffer:
-        config, runner = configs[self.keys[0]], runners[self.keys[0]]
+        config = configs[self.keys[0]]
         with set_current_vllm_config(config):
-            specs = whole_specs(runner.get_kv_cache_spec(), config)
+            specs = whole_specs(runners[self.keys[0]].get_kv_cache_spec(), config)
         reserved = self._activations(config, runners)
         known, graphs = lasting_bytes(self.spec.lasting, self.spec.rank), 0
         if not all_ranks(bool(known)):
@@ -220,9 +220,9 @@ class RankEngine:
         if memory is None:
             own = self._lasting.take if self._lasting is not None else None
             return KVBuffer(specs, pages, self.device, own)
-        # The predecessor's KV can be read until then.
-        of_cell, splits = (self.spec.rank, self.spec.world), {key.split for key in self.keys}
-        self._directories = open_directories(memory, *of_cell, pages, geometry, splits)
+        splits = {key.split for key in self.keys}
+        of_cell = memory, self.spec.rank, self.spec.world, pages, geometry, splits
+        self._directories = open_directories(*of_cell, is_trusted=not self.spec.crashed)
         take = partial(take_kv, memory, self.spec.rank, geometry, self._directories)
         return KVBuffer(specs, pages, self.device, take)
 

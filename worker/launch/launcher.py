@@ -63,6 +63,9 @@ AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that the launcher waits for instead of handling them as interrupts."""
 
 READY = b"r"
+
+WITHOUT_ERROR = (0, -signal.SIGKILL)
+"""Exit codes of processes that may have been as they should when they ended."""
 REASON_BYTES_MAX = 4_096
 """Less than a pipe holds, so that a failing rank never waits for the launcher."""
 
@@ -114,6 +117,8 @@ class Launcher:
         self._config = config
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
+        self._crashed: set[Rank] = set()
+        """Ranks whose last process has ended by an error of its own; until the next one serves."""
         """The pipe on which each rank's process signals that it can serve."""
         self._reasons: dict[Rank, int] = {}
         """The pipe on which each rank's process says why it fails."""
@@ -233,7 +238,8 @@ class Launcher:
             self._pipe.close()
             self._orders.close()
             spec = rank_spec(self._config, rank, cohort, self._memories, together)
-            spec = replace(spec, host_kv_is_optional=self._is_host_kv_optional)
+            is_optional, crashed = self._is_host_kv_optional, rank in self._crashed
+            spec = replace(spec, host_kv_is_optional=is_optional, crashed=crashed)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
             self._lives.release(rank)
 
@@ -341,6 +347,7 @@ class Launcher:
             with suppress(BlockingIOError):
                 if os.read(reader, 1) == READY:
                     self._restarts.ready(rank, time.monotonic())
+                    self._crashed.discard(rank)
 
     def _reap_ended(self) -> bool:
         """Handle all processes that ended; return whether the cell cannot start."""
@@ -359,6 +366,8 @@ class Launcher:
         reason = self._take_reason(rank)
         self._drop_heartbeat(pid)
         self._kill_at_s.pop(pid, None)
+        if code not in WITHOUT_ERROR:
+            self._crashed.add(rank)
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
         stuck = self._restarts.waits_for(rank) if code else []
         delay_s = None

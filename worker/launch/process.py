@@ -58,6 +58,8 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
         announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
 
     started = time.monotonic()
+    if spec.crashed:
+        forget_weights(spec.lasting, rank)
     try:
         engine = RankEngine(base, spec, progress)
     except Exception:

@@ -42,7 +42,7 @@ def install() -> None:
         return mapped(self, name, num_bytes, is_own=is_own)
 
     # Block directories need as many pages on all ranks, as CPU ranks have otherwise.
-    module.open_directories = lambda *_: ()
+    module.open_directories = lambda *_, **__: ()
     engine: Any = RankEngine
     engine._allocate_kv = allocate_the_rest
     memory: Any = CellMemory

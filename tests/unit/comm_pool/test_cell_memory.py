@@ -1,5 +1,6 @@
 """Memory that outlives the processes which share it."""
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +132,14 @@ def test_pipeline_groups_have_rings_of_links_and_directories_of_their_own() -> N
     assert set(plain._files) <= set(memory._files)
     for each in (plain, memory):
         each.close()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10), (5_000, 6_000), (4_000, 13_000), (1, 16_384)])
+def test_a_part_of_a_piece_is_cleared_alone(first: int, last: int) -> None:
+    size = 4 * mmap.PAGESIZE
+    memory = cell_memory(1, (1,), ())
+    mapped = memory.map(kv_name(0), size)
+    mapped[:] = b"\1" * size
+    clear(mapped, first, last)
+    assert mapped[:] == b"\1" * first + bytes(last - first) + b"\1" * (size - last)
+    memory.close()

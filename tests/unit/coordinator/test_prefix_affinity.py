@@ -120,3 +120,11 @@ def test_a_new_process_that_inherits_blocks_has_the_history_of_the_one_before() 
     homes.remember(bound(0, 1, formation=3), OTHER)
     homes.inherit(Rank(0))
     assert not homes.matched_tokens(bound(0, formation=4), OTHER), "a group shared these blocks"
+
+
+def test_a_wide_group_has_nothing_that_its_leader_inherits() -> None:
+    homes = PrefixAffinity()
+    homes.remember(bound(0), AGENT)
+    homes.inherit(Rank(0))
+    assert not homes.matched_tokens(bound(0, 1, formation=2), AGENT)
+    assert not homes.matched_tokens(bound(0, formation=3), AGENT), "its pages have changed since"

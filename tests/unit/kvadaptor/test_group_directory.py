@@ -192,6 +192,11 @@ def test_what_was_not_trusted_is_not_inherited() -> None:
     later = GroupDirectory(ended.memory, ended.shape)
     later.take_over(4)
     assert later.take_inherited() == {}
+    ended = alone([1])
+    later = GroupDirectory(ended.memory, ended.shape)
+    later.take_over(4, is_trusted=False)
+    assert later.take_inherited() == {}
+    assert not ended.readable()
 
 
 def test_pages_that_have_changed_are_not_inherited() -> None:

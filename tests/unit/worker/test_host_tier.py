@@ -9,10 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from comm_pool.layout import Mode, Rank
 from kvadaptor.geometry import PageGeometry, Split
 from kvadaptor.host.layout import SHARES_MAX, HostMemoryError
-from kvadaptor.host.page_copies import PageCopies
+from kvadaptor.host.page_copies import PageCopier, PageCopies
+from kvadaptor.transfer.boxes import HostCopyError
 from worker.engine import host_lanes
 from worker.engine.block_sources import connect_sources
 from worker.engine.config import ModeKey
@@ -106,6 +109,21 @@ def test_a_rank_serves_without_host_pages_that_nobody_asked_for() -> None:
         with pytest.raises(HostMemoryError, match="hold no KV page"):
             open_tier(memory, 2, 0, kv)
         assert open_tier(memory, 2, 0, kv, is_optional=True) is None
+
+
+def test_a_trial_that_fails_leaves_the_pages_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = torch.arange(8 * GEOMETRY.page_bytes, dtype=torch.int64).to(torch.int8)
+    kv: Any = SimpleNamespace(geometry=GEOMETRY, raw=raw, num_pages=8)
+    before = raw.clone()
+
+    def fail(self: PageCopier, copies: PageCopies, **_: bool) -> None:
+        raw[: GEOMETRY.page_bytes] = 0
+        raise HostCopyError("no copy.")
+
+    monkeypatch.setattr(PageCopier, "launch", fail)
+    with mmap.mmap(-1, 1 << 20) as memory:
+        assert open_tier(memory, 2, 0, kv, is_optional=True) is None
+    assert (raw == before).all()
 
 
 @pytest.mark.parametrize("width", [SHARES_MAX, 2 * SHARES_MAX])

@@ -7,7 +7,8 @@ trees computes a step, each with its own graphs.
 
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,16 @@ def _share_memory(some: IntermediateTensors, others: IntermediateTensors) -> boo
 def _shares(mode: StepMode, width: int) -> int:
     """Return into how many token shares a mode of sp's kind divides a step."""
     return mode.sp if isinstance(mode, Mixed) else width
+
+
+@contextmanager
+def writes_to_null_block(block_tables: Any) -> Iterator[None]:
+    """Let steps of requests that the block makes up leave the blocks of tasks alone."""
+    block_tables.redirect_writes_to_null_block = True
+    try:
+        yield
+    finally:
+        block_tables.redirect_writes_to_null_block = False
 
 
 class GpuModeRunner(GPUModelRunner):
@@ -448,7 +459,8 @@ class GpuModeRunner(GPUModelRunner):
         self.use(self._first)
         # All but the first pipeline stage take activations.
         execute = partial(self.execute_model, intermediate_tensors=self.intermediate_tensors)
-        warmup_kernels(self, execute, self.sample_tokens)
+        with writes_to_null_block(self.block_tables):
+            warmup_kernels(self, execute, self.sample_tokens)
         if isinstance(self.pp_handler, StepTokens):
             self.pp_handler.warm()
         lock_workspace()

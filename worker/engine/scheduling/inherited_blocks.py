@@ -3,29 +3,36 @@
 from collections.abc import Mapping
 
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from worker.engine.scheduling.handover import CACHE_GROUP
 from worker.engine.scheduling.scheduler import ModeScheduler
 
 
-def inherit_blocks(scheduler: ModeScheduler, keys: Mapping[int, bytes]) -> int:
+def inherit_blocks(scheduler: ModeScheduler, keys: Mapping[int, bytes]) -> list[int]:
     """Let tasks hit these blocks, by their padded hashes, as if it had filled them itself.
 
-    It passes over blocks that are not granted, or that a migration has used. Returns the number of
-    those that can be hit. vLLM reuses them after all blocks that hold nothing.
+    It passes over blocks that are not granted, or that a migration has used. Returns those that can
+    be hit, which are in the directory from now on. vLLM reuses them after all blocks that hold
+    nothing, and beginnings of prompts last, as these mostly have the lowest numbers.
     """
     pool = scheduler.kv_cache_manager.block_pool
     hash_of = get_hash_fn_by_name(scheduler.cache_config.prefix_caching_hash_algo)
     hash_bytes = len(hash_of(None))
-    queue, count = pool.free_block_queue, 0
-    for number, key in keys.items():
+    queue, found = pool.free_block_queue, []
+    for number, key in sorted(keys.items(), reverse=True):
         block = pool.blocks[number]
         if not scheduler.grants.has(number) or block.ref_cnt or block.block_hash is not None:
             continue
-        found = make_block_hash_with_group_id(BlockHash(key[:hash_bytes]), CACHE_GROUP)
-        pool._insert_block_hash(found, block, num_tokens=None)
+        cached = make_block_hash_with_group_id(BlockHash(key[:hash_bytes]), CACHE_GROUP)
+        # Not as a watched pool does, which enters few blocks after each step: these are full.
+        BlockPool._insert_block_hash(pool, cached, block, num_tokens=None)
         queue.remove(block)
         queue.append(block)
-        count += 1
-    return count
+        found.append(number)
+    if scheduler.entries is not None:
+        directory = scheduler.entries.directory
+        directory.fill(found, [keys[number] for number in found])
+        directory.release(found)
+    return found
