@@ -124,12 +124,15 @@ class SignalPump:
     """Unblocks the kernels of one device, from another thread."""
 
     def __init__(self, device: torch.device) -> None:
+        """Made by the thread whose steps it unblocks."""
         self._device = device
+        self._steps: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
         self._reader: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._warmed: set[int] = set()
         if device.type == "cuda":
+            self._steps = torch.cuda.current_stream(device)
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._reader = torch.cuda.Stream(device, priority=-1)
             self._event = torch.cuda.Event()
@@ -167,12 +170,12 @@ class SignalPump:
                     if self._event is not None:
                         self._event.record()
                 time.sleep(LOOK_S)
-        # Flags that stand still tell that the device waits for something else.
+        # Flags that stand still tell that the device waits for something else, if for anything.
         flags = [signal.read_total() for signal in signals]
+        is_idle = self._steps is None or self._steps.query()
         is_over = not is_wanted()
-        log.info(
-            "collectives_let_through", barriers=launches * BARRIERS, flags=flags, is_over=is_over
-        )
+        about = {"flags": flags, "is_idle": is_idle, "is_over": is_over}
+        log.info("collectives_let_through", barriers=launches * BARRIERS, **about)
         if not is_over:
             with self._beside(self._reader):
                 for signal in signals:

@@ -35,10 +35,12 @@ TORCH_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Settings that disable torch's own watchdog; ranks have one.
 
 torch's would kill a process whose communicators are aborted, or which misses a lost peer's store.
+After an error of the device it would end the process before that withdraws what others may read.
 """
 
 MAX_SPLIT_MIB = 20
