@@ -19,7 +19,7 @@ ARGUMENTS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "48"),
 ]
 """KV for 1,504 tokens."""
-PROMPT_TOKENS, TOKENS = 200, 250
+PROMPT_TOKENS, TOKENS = 200, 400
 FULL_TOKENS = 80
 """With as many tokens of each of the five, there is no room for a sixth."""
 
