@@ -32,7 +32,7 @@ def own_cgroups(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[Path]:
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         for each in {"cpu", "memory"}.intersection(controllers.split(",")):
             found += _up_to(cgroups / each, name)
-    return [*found, cgroups / "cpu", cgroups / "memory"]
+    return list(dict.fromkeys([*found, cgroups / "cpu", cgroups / "memory"]))
 
 
 def _up_to(root: Path, name: str) -> list[Path]:

@@ -5,7 +5,6 @@ sixteen streams in dp; fp32, so that tokens must be identical.
 """
 
 import asyncio
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -18,14 +17,13 @@ from tests.harness.cells.lost_ranks import (
     begun,
     kill,
     pids_of,
-    submit,
     tell_pauses,
     tokens_of,
 )
+from tests.harness.cells.random_switches import cross_switches, sixteen
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-LAYOUTS = ("dp2", "tp2", "sp2", "shift2")
 SWITCHES = 50
 TOKENS = 600
 PAUSE_MAX_S = 0.2
@@ -46,11 +44,6 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         yield up
 
 
-def sixteen(client: TaskClient, tag: str) -> list[str]:
-    """Ask for the same eight streams twice."""
-    return [name for half in "ab" for name in submit(client, f"{tag}-{half}", TOKENS)]
-
-
 @pytest.fixture(scope="module")
 def expected(cell: BareCell) -> list[list[int]]:
     """What the streams generate undisturbed."""
@@ -58,7 +51,7 @@ def expected(cell: BareCell) -> list[list[int]]:
     async def calm() -> list[list[int]]:
         client = TaskClient()
         async with client.connected(cell):
-            return tokens_of(await client.finish(*sixteen(client, "calm")))
+            return tokens_of(await client.finish(*sixteen(client, "calm", TOKENS)))
 
     return asyncio.run(calm())
 
@@ -67,22 +60,11 @@ async def test_streams_are_exact_over_random_switches(
     cell: BareCell, expected: list[list[int]]
 ) -> None:
     """Nothing is computed again, and every layout has served."""
-    draw, layout, visits = random.Random(29), "tp2", set[str]()
     client = TaskClient()
     async with client.connected(cell):
-        names = sixteen(client, "switched")
-        await begun(client, names)
-        for _ in range(SWITCHES):
-            layout = draw.choice([each for each in LAYOUTS if each != layout])
-            visits.add(layout)
-            await asyncio.to_thread(cell.switch, layout, "reshard")
-        assert not all(client.streams[name].finished for name in names), "the streams are too short"
-        streams = await client.finish(*names)
+        names = sixteen(client, "switched", TOKENS)
+        streams, _ = await cross_switches(cell, client, names, seed=29, switches=SWITCHES)
     assert tokens_of(streams) == expected
-    assert visits == set(LAYOUTS)
-    records = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
-    assert len(records) == SWITCHES
-    assert sum(record["tasks"]["recompute"] for record in records) == 0
     totals = [rank["gauges"]["borrowed_bytes"] for rank in cell.get("/admin/ranks")["ranks"]]
     assert all(total > 0 for total in totals), totals
 
@@ -91,7 +73,7 @@ async def kill_a_lender(cell: BareCell, expected: list[list[int]], tag: str) -> 
     """Kill rank 1 under sixteen streams; return the longest pause of the borrower's, in seconds."""
     before, client = pids_of(cell), TaskClient()
     async with client.connected(cell):
-        names = sixteen(client, tag)
+        names = sixteen(client, tag, TOKENS)
         await begun(client, names)
         await asyncio.to_thread(kill, cell, 1, before[1])
         streams = await client.finish(*names)

@@ -5,7 +5,6 @@ numbers of fp8 may be rounded to either where sums have another order, as in sta
 """
 
 import asyncio
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from tests.harness.cells.lost_ranks import (
     HASTY,
     SOON,
     back,
-    begun,
     kill,
     pids_of,
     submit,
     tokens_of,
 )
+from tests.harness.cells.random_switches import LAYOUTS, cross_switches
 from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.answers import ENGINE_ARGS, answers
 from tests.harness.vllm.reference_files import Reference, reference
@@ -33,7 +32,6 @@ from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-LAYOUTS = ("dp2", "tp2", "sp2", "shift2")
 SWITCHES = 15
 TOKENS = 300
 ROUNDING = 10 * FP32_TOLERANCE
@@ -95,19 +93,13 @@ async def test_each_layout_computes_what_static_vllm_does(
 
 async def test_streams_are_exact_over_random_switches(cell: BareCell) -> None:
     """KV moves as bytes, and nothing is computed again."""
-    draw, layout, client = random.Random(36), "tp2", TaskClient()
+    client = TaskClient()
     async with client.connected(cell):
-        await asyncio.to_thread(cell.switch, layout)
+        await asyncio.to_thread(cell.switch, "tp2")
         calm = tokens_of(await client.finish(*submit(client, "calm", TOKENS)))
         names = submit(client, "switched", TOKENS)
-        await begun(client, names)
-        for _ in range(SWITCHES):
-            layout = draw.choice([each for each in LAYOUTS if each != layout])
-            await asyncio.to_thread(cell.switch, layout, "reshard")
-        assert not all(client.streams[name].finished for name in names), "the streams are too short"
-        assert tokens_of(await client.finish(*names)) == calm
-    records = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
-    assert sum(record["tasks"]["recompute"] for record in records) == 0
+        streams, records = await cross_switches(cell, client, names, seed=36, switches=SWITCHES)
+    assert tokens_of(streams) == calm
     assert sum(record["reshard_bytes"] for record in records) > 0
 
 

@@ -5,7 +5,6 @@ streams in dp; fp32, so that tokens must be identical.
 """
 
 import asyncio
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -19,14 +18,13 @@ from tests.harness.cells.lost_ranks import (
     begun,
     kill,
     pids_of,
-    submit,
     tokens_of,
 )
+from tests.harness.cells.random_switches import cross_switches, sixteen
 from tests.harness.vllm.quantized_models import write_quantized
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-LAYOUTS = ("dp2", "tp2", "sp2", "shift2")
 SWITCHES = 12
 TOKENS = 300
 TOKENS_AGAIN = 60
@@ -49,11 +47,6 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         yield up
 
 
-def sixteen(client: TaskClient, tag: str, tokens: int = TOKENS) -> list[str]:
-    """Ask for the same eight streams twice."""
-    return [name for half in "ab" for name in submit(client, f"{tag}-{half}", tokens)]
-
-
 @pytest.fixture(scope="module")
 def expected(cell: BareCell) -> list[list[int]]:
     """What the streams generate undisturbed, in tp."""
@@ -61,7 +54,7 @@ def expected(cell: BareCell) -> list[list[int]]:
     async def calm() -> list[list[int]]:
         client = TaskClient()
         async with client.connected(cell):
-            return tokens_of(await client.finish(*sixteen(client, "calm")))
+            return tokens_of(await client.finish(*sixteen(client, "calm", TOKENS)))
 
     return asyncio.run(calm())
 
@@ -70,21 +63,11 @@ async def test_streams_are_exact_over_random_switches(
     cell: BareCell, expected: list[list[int]]
 ) -> None:
     """Nothing is computed again, and every layout has served."""
-    draw, layout, visits = random.Random(31), "tp2", set[str]()
     client = TaskClient()
     async with client.connected(cell):
-        names = sixteen(client, "switched")
-        await begun(client, names)
-        for _ in range(SWITCHES):
-            layout = draw.choice([each for each in LAYOUTS if each != layout])
-            visits.add(layout)
-            await asyncio.to_thread(cell.switch, layout, "reshard")
-        assert not all(client.streams[name].finished for name in names), "the streams are too short"
-        streams = await client.finish(*names)
+        names = sixteen(client, "switched", TOKENS)
+        streams, _ = await cross_switches(cell, client, names, seed=31, switches=SWITCHES)
     assert tokens_of(streams) == expected
-    assert visits == set(LAYOUTS)
-    records = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
-    assert sum(record["tasks"]["recompute"] for record in records) == 0
 
 
 async def test_a_rank_that_returns_finds_its_packed_part(
@@ -94,7 +77,7 @@ async def test_a_rank_that_returns_finds_its_packed_part(
     await asyncio.to_thread(cell.switch, "dp2", "recompute")
     before, client = pids_of(cell), TaskClient()
     async with client.connected(cell):
-        names = sixteen(client, "killed")
+        names = sixteen(client, "killed", TOKENS)
         await begun(client, names)
         await asyncio.to_thread(kill, cell, 1, before[1])
         streams = await client.finish(*names)
