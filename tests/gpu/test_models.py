@@ -29,17 +29,14 @@ class Kind:
     model: str
     kv_cache_dtype: str = "auto"
     limits: dict[str, Any] = field(default_factory=dict)
-    has_experts: bool = False
 
 
 KINDS = {
-    "qwen3-moe": Kind("qwen3-moe-a3b", has_experts=True),
-    "mixtral": Kind("mixtral-8x7b", has_experts=True),
+    "qwen3-moe": Kind("qwen3-moe-a3b"),
+    "mixtral": Kind("mixtral-8x7b"),
     "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
     "kv-scales": Kind("kv-scales"),
-    "qwen3-moe-borrowed": Kind(
-        "qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}, has_experts=True
-    ),
+    "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
 
 
@@ -48,12 +45,8 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
-    model = model_of(kind.model, folder)
-    options: dict[str, Any] = {
-        "kv_cache_dtype": kind.kv_cache_dtype,
-        "has_experts": kind.has_experts,
-    }
-    with serving(folder, request.param, model, limits=kind.limits, **options) as up:
+    model, kv = model_of(kind.model, folder), kind.kv_cache_dtype
+    with serving(folder, request.param, model, limits=kind.limits, kv_cache_dtype=kv) as up:
         yield up
 
 
