@@ -58,10 +58,9 @@ class PrefixAffinity:
         # The ranks of the new group have left their earlier groups.
         for each in [each for each, (old, _) in self._homes.items() if _share(old, binding)]:
             del self._homes[each]
-        inherited = self._inherited.pop(leader, None) if binding.group.width == 1 else None
-        home = self._coming.pop(leader, None) or inherited or PrefixHistory()
-        for rank in binding.group.ranks:
-            self._inherited.pop(rank, None)
+        inherited = [self._inherited.pop(rank, None) for rank in binding.group.ranks]
+        alone = inherited[0] if len(inherited) == 1 else None
+        home = self._coming.pop(leader, None) or alone or PrefixHistory()
         self._homes[leader] = (binding, home)
         return home
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from tests.bench.gpu_cell import RunningCell, running_cell
 from tests.bench.gpu_load import StreamLog
-from tests.bench.gpu_numbers import steady_steps
+from tests.bench.gpu_numbers import longest_gap, steady_steps
 from tests.bench.gpu_shapes import SHAPES, as_arguments, kv_bytes_per_token, write_shape
 
 ASIDE = "tests.harness.faults.aside_worker"
@@ -156,7 +156,7 @@ class Side:
             log = await self.send(wanted, 1)
             await log.done
             found[f"first_token_{name}_ms"] = (log.times[0] - log.sent_s) * 1e3
-            found[f"gap_{name}_ms"] = longest_gap(beside, began, time.perf_counter()) * 1e3
+            found[f"gap_{name}_ms"] = longest_of(beside, began, time.perf_counter()) * 1e3
         quiet_from = time.perf_counter() + 0.05
         await asyncio.gather(*(log.done for log in beside))
         gaps = [b - a for log in beside for a, b in itertools.pairwise(log.times) if a > quiet_from]
@@ -209,15 +209,10 @@ COUNTED = (
 )
 
 
-def longest_gap(logs: list[StreamLog], start: float, end: float) -> float:
+def longest_of(logs: list[StreamLog], start: float, end: float) -> float:
     """Return the longest time between two tokens of a stream that overlaps a span of time."""
-    gaps = (
-        later - earlier
-        for log in logs
-        for earlier, later in itertools.pairwise(log.times)
-        if later > start and earlier < end
-    )
-    return max(gaps, default=0.0)
+    gaps = (longest_gap(log.times, start, end) for log in logs)
+    return max((later - earlier for earlier, later in gaps), default=0.0)
 
 
 async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:

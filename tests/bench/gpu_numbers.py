@@ -185,6 +185,15 @@ def stream_gaps(
     return dict(crossing), within
 
 
+def longest_gap(times: Sequence[float], start: float, end: float) -> tuple[float, float]:
+    """Return the longest gap between two of these times that overlaps a span: its begin and end.
+
+    Without any, it takes no time at the begin of the span.
+    """
+    gaps = ((a, b) for a, b in pairwise(times) if b > start and a < end)
+    return max(gaps, key=lambda gap: gap[1] - gap[0], default=(start, start))
+
+
 UNKNOWN_AT_ZERO = frozenset({"gap_ms_max"})
 """Fields of a switch record whose 0 says that nothing was measured; others are null then."""
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.bench.gpu_numbers import longest_gap
 from tests.bench.gpu_shapes import DEMO, SHAPES, write_shape
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.shared import PATIENCE
@@ -85,17 +86,9 @@ async def round_of(
         (before, after - before) for stream in found for before, after in pairwise(stream.times)
     ]
     calm = [gap for at, gap in gaps if not any(at < end and at + gap > a for a, end in spans)]
-    longest = [
-        [
-            max(
-                after - before
-                for before, after in pairwise(each.times)
-                if before < end and after > a
-            )
-            for each in found
-        ]
-        for a, end in spans
-    ]
+    at_switches = [[longest_gap(each.times, a, end) for each in found] for a, end in spans]
+    longest = [[after - before for before, after in gaps] for gaps in at_switches]
+    assert all(map(all, longest)), "a stream was over before the last switch"
     early = [
         (a, a + seen[epoch]["precopy_ms"] / 1e3)
         for (a, _), epoch in zip(spans, records, strict=True)

@@ -11,12 +11,12 @@ import json
 import os
 import random
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
+from tests.bench.gpu_numbers import longest_gap
 from tests.bench.gpu_shapes import DEMO, SHAPES
 from tests.bench.precopy import ANSWER_TOKENS, GPU_ANSWER_TOKENS, PARTS, cell_of
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.cells.bare_cell import BareCell, TaskClient
 
 WORKER = "tests.bench.profiled_worker"
 LAYOUTS = ("tp2", "dp2")
@@ -38,16 +38,6 @@ class Gap:
     @property
     def took_ms(self) -> float:
         return (self.ended_s - self.began_s) * 1e3
-
-
-def longest_gap(stream: Stream, layout: str, began_s: float, ended_s: float) -> Gap:
-    """Return the stream's longest gap that overlaps a switch."""
-    gaps = [
-        Gap(layout, a, b)
-        for a, b in pairwise(stream.times)
-        if b > began_s and a < ended_s + MARGIN_S
-    ]
-    return max(gaps, key=lambda gap: gap.took_ms, default=Gap(layout, began_s, began_s))
 
 
 async def switch_under_streams(
@@ -76,7 +66,8 @@ async def switch_under_streams(
     records = {each["epoch"]: each for each in cell.get("/admin/switches?last=60")["switches"]}
     worst = []
     for layout, began_s, ended_s, epoch in spans:
-        gaps = [longest_gap(stream, layout, began_s, ended_s) for stream in found]
+        until_s = ended_s + MARGIN_S
+        gaps = [Gap(layout, *longest_gap(each.times, began_s, until_s)) for each in found]
         gaps.sort(key=lambda gap: gap.took_ms)
         p50, p99 = gaps[len(gaps) // 2], gaps[int(0.99 * (len(gaps) - 1))]
         parts = {part: records[epoch][part] for part in (*PARTS, "stall_ms")}

@@ -12,9 +12,10 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.eplb_utils import preserve_serving_state
 
 from worker.engine.runners import gpu
-from worker.engine.runners.gpu import GpuModeRunner, writes_to_null_block
+from worker.engine.runners.gpu import GpuModeRunner
 
 ROWS, BLOCKS = 4, 8
 
@@ -32,9 +33,17 @@ def tables() -> tuple[Any, list[list[int]]]:
     return made, written
 
 
+def runner_of(block_tables: Any, **more: Any) -> Any:
+    """As much of a runner as vLLM's guard of its state needs, without requests."""
+    states = SimpleNamespace(req_id_to_index={})
+    return SimpleNamespace(
+        block_tables=block_tables, req_states=states, kv_block_zeroer=None, **more
+    )
+
+
 def test_blocks_of_requests_are_the_null_block_while_it_says_so() -> None:
     made, written = tables()
-    with writes_to_null_block(made):
+    with preserve_serving_state(runner_of(made)):
         made.append_block_ids(0, ([3, 4],), overwrite=True)
     made.append_block_ids(1, ([3, 4],), overwrite=True)
     assert written == [[0, 0], [3, 4]]
@@ -42,7 +51,8 @@ def test_blocks_of_requests_are_the_null_block_while_it_says_so() -> None:
 
 def test_the_warm_steps_run_while_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     made, seen = SimpleNamespace(redirect_writes_to_null_block=False), []
-    runner = SimpleNamespace(
+    runner = runner_of(
+        made,
         _trees=(),
         _first=None,
         use=lambda _: None,
@@ -50,12 +60,11 @@ def test_the_warm_steps_run_while_it_says_so(monkeypatch: pytest.MonkeyPatch) ->
         intermediate_tensors=None,
         sample_tokens=None,
         pp_handler=None,
-        block_tables=made,
     )
     for name in ("lock_workspace", "warmup_kernels"):
         monkeypatch.setattr(gpu, name, lambda *_: seen.append(made.redirect_writes_to_null_block))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    GpuModeRunner.warm(runner)  # type: ignore[arg-type]
+    GpuModeRunner.warm(runner)
     assert seen == [True, False]
 
 

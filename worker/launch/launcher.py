@@ -117,9 +117,9 @@ class Launcher:
         self._config = config
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
+        """The pipe on which each rank's process signals that it can serve."""
         self._crashed: set[Rank] = set()
         """Ranks whose last process has ended by an error of its own; until the next one serves."""
-        """The pipe on which each rank's process signals that it can serve."""
         self._reasons: dict[Rank, int] = {}
         """The pipe on which each rank's process says why it fails."""
         self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}

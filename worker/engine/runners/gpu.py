@@ -7,8 +7,7 @@ trees computes a step, each with its own graphs.
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.eplb_utils import preserve_serving_state
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -156,16 +156,6 @@ def _share_memory(some: IntermediateTensors, others: IntermediateTensors) -> boo
 def _shares(mode: StepMode, width: int) -> int:
     """Return into how many token shares a mode of sp's kind divides a step."""
     return mode.sp if isinstance(mode, Mixed) else width
-
-
-@contextmanager
-def writes_to_null_block(block_tables: Any) -> Iterator[None]:
-    """Let steps of requests that the block makes up leave the blocks of tasks alone."""
-    block_tables.redirect_writes_to_null_block = True
-    try:
-        yield
-    finally:
-        block_tables.redirect_writes_to_null_block = False
 
 
 class GpuModeRunner(GPUModelRunner):
@@ -459,7 +449,7 @@ class GpuModeRunner(GPUModelRunner):
         self.use(self._first)
         # All but the first pipeline stage take activations.
         execute = partial(self.execute_model, intermediate_tensors=self.intermediate_tensors)
-        with writes_to_null_block(self.block_tables):
+        with preserve_serving_state(self):  # A rank may inherit blocks.
             warmup_kernels(self, execute, self.sample_tokens)
         if isinstance(self.pp_handler, StepTokens):
             self.pp_handler.warm()

@@ -218,10 +218,14 @@ class BlockConnector:
 
     def look(self) -> None:
         """Let vLLM find what has been loaded ahead; call it before a step is planned."""
-        if self._ahead is not None:
+        ahead = self._ahead
+        if ahead is not None:
+            # Most steps have no load under way, and many tasks.
             running = self._scheduler.running
-            is_busy = any(each.num_output_placeholders for each in running)
-            self._ahead.look(time.monotonic(), is_busy=is_busy)
+            is_busy = bool(ahead.under_way) and any(
+                each.num_output_placeholders for each in running
+            )
+            ahead.look(time.monotonic(), is_busy=is_busy)
 
     def idle(self) -> None:
         """Wait a moment if nothing runs beside loads ahead: the step that was planned is empty."""

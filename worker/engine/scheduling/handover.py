@@ -201,8 +201,13 @@ def cache_chain(pool: BlockPool, chain: CachedChain, block_tokens: int) -> None:
         if block.block_hash is None:
             key = make_block_hash_with_group_id(BlockHash(block_hash), CACHE_GROUP)
             pool._insert_block_hash(key, block, num_tokens=(index + 1) * block_tokens)
+    reuse_last(pool, reversed(numbers))
+
+
+def reuse_last(pool: BlockPool, numbers: Iterable[int]) -> None:
+    """Let vLLM reuse these blocks after all others, in this order, if they are free."""
     queue = pool.free_block_queue
-    for number in reversed(numbers):
+    for number in numbers:
         block = pool.blocks[number]
         if block.ref_cnt == 0:
             queue.remove(block)

@@ -6,7 +6,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from worker.engine.scheduling.handover import CACHE_GROUP
+from worker.engine.scheduling.handover import CACHE_GROUP, reuse_last
 from worker.engine.scheduling.scheduler import ModeScheduler
 
 
@@ -20,7 +20,7 @@ def inherit_blocks(scheduler: ModeScheduler, keys: Mapping[int, bytes]) -> list[
     pool = scheduler.kv_cache_manager.block_pool
     hash_of = get_hash_fn_by_name(scheduler.cache_config.prefix_caching_hash_algo)
     hash_bytes = len(hash_of(None))
-    queue, found = pool.free_block_queue, []
+    found = []
     for number, key in sorted(keys.items(), reverse=True):
         block = pool.blocks[number]
         if not scheduler.grants.has(number) or block.ref_cnt or block.block_hash is not None:
@@ -28,9 +28,8 @@ def inherit_blocks(scheduler: ModeScheduler, keys: Mapping[int, bytes]) -> list[
         cached = make_block_hash_with_group_id(BlockHash(key[:hash_bytes]), CACHE_GROUP)
         # Not as a watched pool does, which enters few blocks after each step: these are full.
         BlockPool._insert_block_hash(pool, cached, block, num_tokens=None)
-        queue.remove(block)
-        queue.append(block)
         found.append(number)
+    reuse_last(pool, found)
     if scheduler.entries is not None:
         directory = scheduler.entries.directory
         directory.fill(found, [keys[number] for number in found])
