@@ -43,7 +43,7 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
     """
     reports = {rank: roster[rank].report for rank in roster.reported()}
     heard = {rank: report for rank, report in reports.items() if report is not None}
-    exited = [rank for rank in roster if roster[rank].has_exited]
+    exited = roster.exited()
     if not heard or (len(heard) + len(exited) < roster.world and not is_late):
         return None
     best = max(heard.values(), key=lambda report: report.stage)

@@ -144,6 +144,10 @@ class Roster:
             record.has_exited = True
             record.is_connected = False
 
+    def exited(self) -> tuple[Rank, ...]:
+        """Return the ranks whose newest known process has ended, ascending."""
+        return tuple(rank for rank in self if self[rank].has_exited)
+
     def report_of(self, rank: Rank) -> Report | None:
         """Return the newest report of the known incarnation."""
         record = self._records.get(rank)

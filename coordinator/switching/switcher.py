@@ -274,6 +274,7 @@ class Switcher:
             target=self.target,
             carry=self.carry,
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
+            ended=self._roster.exited(),
             abandoned_formation=0 if self.recovering else void(report, self.target, self._roster),
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
             retentions=self._leases.for_rank(rank),

@@ -138,6 +138,8 @@ class SimRank:
         self._senders: dict[int, tuple[Directive, int]] = {}
         """Directives that came, by their `id`, with the numbers of their coordinators."""
         self._unheard: list[RankDown] = []
+        self._is_woken = False
+        """Whether the watchdog looks at once."""
         """What the session's thread has not looked at, as the process stood still."""
         self._tokens_out = Session()
         self._copied: tuple[Directive, int] | None = None
@@ -193,7 +195,8 @@ class SimRank:
         """Go on, with all of the process' threads, as far as it can in this tick."""
         self._overhear()
         self.session.beat()
-        if self.world.now % WATCH_TICKS == self.rank and self._watch():
+        is_woken, self._is_woken = self._is_woken, False
+        if (is_woken or self.world.now % WATCH_TICKS == self.rank) and self._watch():
             return
         if self.host.copies is not None:
             self.host.copies.run_due()
@@ -243,6 +246,7 @@ class SimRank:
             binding = self.loss.heard(message)
             if binding is not None:
                 self.engine.communicators.abort(binding.group.ranks, binding.formation)
+                self._is_woken = True
 
     def on_message(self, message: RankDown, number: int = 0, coordinator: int = 0) -> None:
         """Get a message of a coordinator; directives may overtake each other.

@@ -37,7 +37,7 @@ FOUND_BY = {
     "leaders drain groups that never served": 2,
     "defer no command": 8,
     "groups begin before their copies are over": 22,
-    "closed groups are formed again": 628,
+    "closed groups are formed again": 119,
     "rounds do not wait": 8,
     "restarts are ignored": 25,
     "pages that have changed are inherited": 45,

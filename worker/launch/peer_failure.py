@@ -26,7 +26,7 @@ class Participation(Protocol):
 
 
 GRACE_S = 0.2
-"""Grace time before an abort.
+"""Grace time before an abort, unless the peer's process has ended.
 
 An ejected peer that is only slow ends its step within it. The others then need no abort, and their
 group can be formed again.
@@ -51,11 +51,30 @@ class Loss:
     """Whether to unblock this rank from its collectives, too."""
 
 
-def _lacks_one(joined: Joined, present: Mapping[Rank, int]) -> bool:
-    binding, members = joined
-    return len(members) > 1 and any(
-        present.get(rank) != members.get(rank) for rank in binding.group.ranks
-    )
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the coordinator says of all ranks."""
+
+    present: Mapping[Rank, int]
+    """The incarnation of each rank that takes part."""
+    ended: frozenset[Rank]
+    """The ranks whose last process has ended."""
+
+    def lacks_one_of(self, joined: Joined) -> bool:
+        """Return whether a member of the formation does not take part any more."""
+        binding, members = joined
+        return len(members) > 1 and any(
+            self.present.get(rank) != members.get(rank) for rank in binding.group.ranks
+        )
+
+    def has_ended_one_of(self, joined: Joined) -> bool:
+        """Return whether the process of a member has ended, maybe for a newer one."""
+        binding, members = joined
+        return any(
+            rank in self.ended or self.present.get(rank, was) != was
+            for rank, was in members.items()
+            if rank in binding.group.ranks
+        )
 
 
 class PeerFailure:
@@ -71,7 +90,7 @@ class PeerFailure:
         self._participant = participant
         self._draining_groups = draining_groups
         self._limit_s = limit_s
-        self._present: dict[Rank, int] | None = None
+        self._known: _Known | None = None
         self._degraded: _DegradedFormation | None = None
         self._unblocked = -1
         """The aborted formation; this rank leaves it even if the lost rank returns."""
@@ -81,21 +100,19 @@ class PeerFailure:
     def heard(self, message: RankDown) -> Binding | None:
         """Record the members that the coordinator lists; return what lacks one by now."""
         if isinstance(message, Directive) and message.stage.epoch > 0:
-            self._present = dict(message.members)
+            self._known = _Known(dict(message.members), frozenset(message.ended))
         return self.degraded_binding()
 
     def degraded_binding(self) -> Binding | None:
         """Return the group that the rank is joined to, or computes in, if it lacks a member."""
-        return self._degraded_in(self._participant.joined, self._present)
+        return self._degraded_in(self._participant.joined, self._known)
 
-    def _degraded_in(
-        self, joined: Joined | None, present: Mapping[Rank, int] | None
-    ) -> Binding | None:
-        if present is None:
+    def _degraded_in(self, joined: Joined | None, known: _Known | None) -> Binding | None:
+        if known is None:
             return None
         draining = self._draining_groups()
-        self._endless |= {each[0].formation for each in draining if _lacks_one(each, present)}
-        if joined is not None and _lacks_one(joined, present):
+        self._endless |= {each[0].formation for each in draining if known.lacks_one_of(each)}
+        if joined is not None and known.lacks_one_of(joined):
             return joined[0]
         groups = draining if joined is None else (joined, *draining)
         lost = self._endless | {self._unblocked}
@@ -105,30 +122,31 @@ class PeerFailure:
         """Return what to do about a group that lacks a member, if one does; call it on every poll.
 
         `must_unblock` holds for a live member of the joined group, past the grace time: it has to
-        leave then, even if the lost rank returns. A rank that was itself lost, such as one that was
-        stopped and continues, is not unblocked; nor is a rank whose last step in a group that it
-        has left is in flight.
+        leave then, even if the lost rank returns. There is no grace time if the lost rank's process
+        has ended, as its step never will. A rank that was itself lost, such as one that was stopped
+        and continues, is not unblocked; nor is a rank whose last step in a group that it has left
+        is in flight.
         """
-        joined, present = self._participant.joined, self._present
-        binding = self._degraded_in(joined, present)
-        if binding is None:
+        joined, known = self._participant.joined, self._known
+        binding = self._degraded_in(joined, known)
+        if binding is None or known is None:
             self._degraded = None
             return None
         if self._degraded is None or self._degraded.formation != binding.formation:
             self._degraded = _DegradedFormation(binding.formation, now_s)
         must_unblock = (
-            now_s - self._degraded.since_s >= GRACE_S
-            and joined is not None
+            joined is not None
             and joined[0] == binding
-            and self._is_present(joined, present)
+            and self._is_present(joined, known)
+            and (known.has_ended_one_of(joined) or now_s - self._degraded.since_s >= GRACE_S)
         )
         if must_unblock:
             self._unblocked = binding.formation
         return Loss(binding, must_unblock)
 
-    def _is_present(self, joined: Joined, present: Mapping[Rank, int] | None) -> bool:
+    def _is_present(self, joined: Joined, known: _Known) -> bool:
         own = self._participant.rank
-        return present is not None and present.get(own) == joined[1].get(own)
+        return known.present.get(own) == joined[1].get(own)
 
     def is_stuck(self, now_s: float) -> bool:
         """Return whether the rank is still in the group of the last look, beyond the limit."""

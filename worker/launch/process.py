@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -111,10 +112,13 @@ def serve_rank(
     def abort(lost: Loss) -> None:
         abort_formation(lost, engine.communicators, loss.degraded_binding)
 
+    is_degraded = threading.Event()
+
     def heard(message: RankDown) -> None:
         if (binding := loss.heard(message)) is not None:
             # The session's thread must not wait: the watchdog does the slow part.
             engine.communicators.abort(binding.group.ranks, binding.formation)
+            is_degraded.set()
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
     lease_s = config.coordinator.lease_ms / 1e3
@@ -140,7 +144,7 @@ def serve_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle_environment()
     freeze_objects()
-    watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat)
+    watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat, is_degraded)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

@@ -24,6 +24,8 @@ from worker.launch.peer_failure import Loss, PeerFailure
 log = structlog.get_logger()
 
 POLL_S = 0.1
+UNBLOCK_POLL_S = 0.01
+"""Pause between two tries to unblock the rank; on CUDA each of them takes up to 0.1 s."""
 
 
 class Progress:
@@ -89,14 +91,16 @@ def watch(
     progress: Progress,
     abort: Callable[[Loss], None],
     beat: Callable[[], None],
+    wake: threading.Event,
 ) -> None:
     """Start a thread that aborts formations that lack a member and kills a stuck process.
 
-    It calls `beat` on every poll.
+    It calls `beat` on every poll, and polls at once when `wake` is set.
     """
 
     def run() -> None:
         while True:
+            wake.clear()
             beat()
             now_s = time.monotonic()
             if (lost := loss.look(now_s)) is not None:
@@ -108,7 +112,7 @@ def watch(
             if progress.is_stuck:
                 reason = "its main loop makes no progress"
                 break
-            time.sleep(POLL_S)
+            wake.wait(UNBLOCK_POLL_S if lost is not None and lost.must_unblock else POLL_S)
         log.warning("rank_stuck", reason=reason)
         # Dump where it is stuck; the signal leaves no other trace.
         faulthandler.dump_traceback(sys.__stderr__ or 2)

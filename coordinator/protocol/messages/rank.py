@@ -233,12 +233,13 @@ class Directive(Message, frozen=True):
     """The wanted state of a rank.
 
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
-    `members` gives the incarnation of each rank of the target. `abandoned_formation` is the
-    formation that this rank reports as joined, if its leader is not joined to it and will not lead
-    it: a follower need not wait for the leave message. SERVE fills `grants`. `retentions` lists the
-    lease indices of unbound groups that members retain. `movers` are the parked ranks that copy KV
-    in MOVE. `moved` is the last committed migration that this rank can have taken part in: if it
-    took part in another one and reads a later stage, that one was not committed. While PARK has a
+    `members` gives the incarnation of each rank of the target. `ended` are the ranks whose last
+    process is known to have ended and has no successor yet. `abandoned_formation` is the formation
+    that this rank reports as joined, if its leader is not joined to it and will not lead it: a
+    follower need not wait for the leave message. SERVE fills `grants`. `retentions` lists the lease
+    indices of unbound groups that members retain. `movers` are the parked ranks that copy KV in
+    MOVE. `moved` is the last committed migration that this rank can have taken part in: if it took
+    part in another one and reads a later stage, that one was not committed. While PARK has a
     `precopy` order, groups that are not in the target serve. After that `drafted` is the round that
     drafted the plan, if all ranks that change their group have read all manifests of it, else 0.
     """
@@ -250,6 +251,7 @@ class Directive(Message, frozen=True):
     target: Target
     carry: Carry
     members: tuple[tuple[Rank, int], ...]
+    ended: tuple[Rank, ...] = ()
     abandoned_formation: int = 0
     grants: tuple[Grant, ...] = ()
     retentions: tuple[LeaseRetention, ...] = ()

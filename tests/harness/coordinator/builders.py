@@ -58,6 +58,7 @@ def directive(
     movers: Sequence[int] | None = None,
     precopy: PreCopyOrder | None = None,
     drafted: int = 0,
+    ended: Sequence[int] = (),
 ) -> Directive:
     """What all ranks are told; all of them move, if not told otherwise."""
     incarnations = dict.fromkeys(wanted.layout.ranks, 1) | (members or {})
@@ -76,6 +77,7 @@ def directive(
         movers=tuple(map(Rank, movers)) if movers is not None else wanted.layout.ranks,
         precopy=precopy,
         drafted=drafted,
+        ended=tuple(map(Rank, ended)),
     )
 
 

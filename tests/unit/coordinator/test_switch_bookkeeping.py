@@ -106,6 +106,23 @@ def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
     assert formation[Rank(3),] == ranks.switcher.epoch
 
 
+def test_ranks_hear_whose_process_has_ended_until_another_one_comes() -> None:
+    ranks = Ranks().serve()
+
+    def ended() -> tuple[Rank, ...]:
+        told = ranks.switcher.directive_for(Rank(0))
+        assert told is not None
+        return told.ended
+
+    assert ended() == ()
+    ranks.switcher.lose((Rank(2),), 0)
+    assert ended() == (), "it is silent, and may live"
+    ranks.roster.on_exited(Rank(3))
+    assert ended() == (Rank(3),)
+    ranks.roster.on_hello(hello(3, 2), 0)
+    assert ended() == ()
+
+
 def test_what_a_restarted_member_held_of_a_lease_is_lost() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)

@@ -1,5 +1,7 @@
 """When a rank's main loop counts as stuck."""
 
+import pytest
+
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Stop
 from coordinator.protocol.switch_participant import Joined, SwitchParticipant
@@ -94,6 +96,35 @@ def test_a_look_decides_by_one_reading_of_what_is_joined() -> None:
     assert loss.look(1.0) == Loss(binding, must_unblock=True), "as of the reading"
     assert loss.degraded_binding() is None, "it has left by now"
     assert loss.look(2.0) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_peer_whose_process_has_ended(rank: int) -> None:
+    """Its step never ends, while that of a peer that is only slow may."""
+    loss, peer = watched(rank), 1 - rank
+    loss.heard(directive(without(peer), 2, Phase.PARK))
+    binding = TP2.bindings[0]
+    assert loss.look(0.0) == Loss(binding, must_unblock=False), "it may be slow"
+    loss.heard(directive(without(peer), 2, Phase.PARK, ended=[peer]))
+    assert loss.look(0.0) == Loss(binding, must_unblock=True)
+
+
+def test_nobody_waits_for_a_peer_that_another_process_has_replaced() -> None:
+    loss = watched(1)
+    loss.heard(directive(TP2, 2, Phase.PARK, members={0: 2}))
+    assert loss.look(0.0) == Loss(TP2.bindings[0], must_unblock=True)
+
+
+def test_a_rank_that_was_lost_itself_is_not_called_out_as_its_peer_has_ended() -> None:
+    loss = watched(0)
+    loss.heard(directive(target("off2+dp2", 2), 2, Phase.PARK, ended=[1]))
+    assert loss.look(0.0) == Loss(TP2.bindings[0], must_unblock=False)
+
+
+def test_ends_in_other_groups_change_no_grace() -> None:
+    loss = watched(0)
+    loss.heard(directive(target("dp1+off1+dp1+off1", 2), 2, Phase.PARK, ended=[3]))
+    assert loss.look(0.0) == Loss(TP2.bindings[0], must_unblock=False)
 
 
 def test_a_peer_that_is_a_new_process_is_lost() -> None:

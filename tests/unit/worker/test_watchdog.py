@@ -4,17 +4,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from comm_pool.layout import Rank
 from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase
 from tests.harness.coordinator.builders import directive, target
+from worker.launch import watchdog
 from worker.launch.peer_failure import GRACE_S, PeerFailure
-from worker.launch.watchdog import POLL_S, Progress, abort_formation
+from worker.launch.watchdog import POLL_S, Progress, abort_formation, watch
 
 LIMIT_S = 2.0
+PATIENCE_S = 20.0
 
 
 class Loop:
@@ -169,6 +175,7 @@ def test_the_watchdog_goes_on_when_there_is_no_way_out() -> None:
 
 STUCK = """
 import time
+from threading import Event
 from types import SimpleNamespace
 from worker.launch.watchdog import Progress, watch
 
@@ -176,9 +183,26 @@ def waits_for_what_never_comes():
     time.sleep(60)
 
 loss = SimpleNamespace(look=lambda now_s: None, is_stuck=lambda now_s: False)
-watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None)
+watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None, Event())
 waits_for_what_never_comes()
 """
+
+
+def test_the_watchdog_looks_at_once_if_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 1e9)
+    looks, wake, looked = [], Event(), Event()
+
+    def look(now_s: float) -> None:
+        looks.append(now_s)
+        looked.set()
+
+    loss: Any = SimpleNamespace(look=look, is_stuck=lambda _now_s: False)
+    watch(loss, Progress(lambda: 1, 1e9), lambda _: None, lambda: None, wake)
+    for number in range(1, 4):
+        assert looked.wait(PATIENCE_S)
+        assert len(looks) == number
+        looked.clear()
+        wake.set()
 
 
 def test_a_stuck_process_says_where_before_it_ends() -> None:
