@@ -132,19 +132,22 @@ def go_on(request: Request, tokens: Sequence[int]) -> None:
         request.prefill_stats = None  # They went out with the first token.
 
 
-def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> None:
-    """Give granted blocks, with their KV, to a request.
+def take_blocks(manager: KVCacheManager, tasks: Iterable[tuple[Request, Blocks]]) -> None:
+    """Give granted blocks, with their KV, to the requests of these tasks.
 
     Blocks shared with an earlier task get one more reference. vLLM takes full blocks for
     registered; `register_blocks` does that later, as it costs a microsecond per block.
     """
     pool = manager.block_pool
-    taken = [pool.blocks[number] for number in blocks.tolist()]
-    pool.touch(taken)
     (only,) = manager.coordinator.single_type_managers
-    only.req_to_blocks[request.request_id] = taken
-    if manager.enable_caching:
-        only.num_cached_block[request.request_id] = request.num_computed_tokens // only.block_size
+    for request, blocks in tasks:
+        taken = [pool.blocks[number] for number in blocks.tolist()]
+        # Not a watched pool's own: no block that has just been filled has an entry to change.
+        BlockPool.touch(pool, taken)
+        name = request.request_id
+        only.req_to_blocks[name] = taken
+        if manager.enable_caching:
+            only.num_cached_block[name] = request.num_computed_tokens // only.block_size
 
 
 def register_blocks(manager: KVCacheManager, request: Request) -> None:

@@ -367,8 +367,8 @@ class ModeScheduler(Scheduler):
         filled = [blocks for _, blocks in moved] + [chain.blocks for chain in chains]
         if filled and self.kv_cache_manager.enable_caching:
             forget_hashes(pool, distinct(np.concatenate(filled), len(pool.blocks)).tolist())
-        for request, blocks in moved:
-            take_blocks(self.kv_cache_manager, request, blocks)
+        take_blocks(self.kv_cache_manager, moved)
+        for request, _ in moved:
             self._unregistered.append(request)
             generated = list(request.output_token_ids)
             if generated:
