@@ -48,6 +48,16 @@ WATCHED = {
         "_hand_over",
         "_adopt",
     ),
+    "worker.rank.migration.precopy.PreCopy": (
+        "_begin",
+        "_publish",
+        "_read_all",
+        "_find_draft",
+        "_find_plan",
+        "_copy_next",
+        "_keep",
+    ),
+    "worker.rank.migration.early_requests.EarlyRequests": ("build", "completed", "expect"),
     "worker.rank.migration.copy_rounds.CopyRounds": (
         "_copy_beside_steps",
         "_copy_after_steps",

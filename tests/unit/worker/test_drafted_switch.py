@@ -181,14 +181,14 @@ def test_a_preempted_task_has_other_blocks() -> None:
 
 def test_a_task_that_has_ended_since_is_not_in_the_plan(plans: list[bool]) -> None:
     cell = CoreCell("dp2")
-    cell.place_task("short", 0, range(40), 12)
+    cell.place_task("short", 0, range(40), 14)
     cell.place_task("long", 1, range(50, 90), TOKENS)
     cell.turn(3)
     copy_early(cell, "tp2")
     copy_early(cell, "tp2", 2, drafts=True)
-    assert len(cell.streams["short"]) < 12
+    assert len(cell.streams["short"]) < 14
     cell.turn(8)
-    assert len(cell.streams.pop("short")) == 12
+    assert len(cell.streams.pop("short")) == 14
     cell.prompts.pop("short")
     finish_move(cell, drafted=2)
     assert len(plans) == 2

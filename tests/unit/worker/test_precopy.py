@@ -1,6 +1,9 @@
 """Ranks copy KV while their groups serve: what their cores ask for, and what it comes to."""
 
 import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tests.harness.worker.early_cell import (
     check_streams,
     copy_early,
     finish_move,
+    order_of,
     scheduler_of,
 )
 from tests.harness.worker.fake_engine import FakeEngine
@@ -24,13 +28,15 @@ from tests.harness.worker.fake_scheduler import (
     FakeRequest,
     fake_payload,
 )
-from worker.rank.migration.manifest import TaskSnapshot
+from worker.rank.migration import precopy
+from worker.rank.migration.copy_thread import _AtOnce
+from worker.rank.migration.manifest import Manifest, TaskSnapshot
 from worker.rank.task_state import RunningState
 
 
 def copied_blocks(rank: CoreRank) -> int:
-    precopy = rank.runtime.migration.precopy
-    return sum(each.slots.size for each in precopy.held(precopy.epoch))
+    copies = rank.runtime.migration.precopy
+    return sum(each.slots.size for each in copies.held(copies.epoch))
 
 
 @pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
@@ -74,8 +80,8 @@ def test_a_task_is_listed_once_however_many_rounds_have_copied_of_it() -> None:
     grown = [each for each in cell.ranks if copied_blocks(each) > first[each.core._rank] > 0]
     assert grown
     for each in grown:
-        precopy = each.runtime.migration.precopy
-        held = precopy.held(precopy.epoch)
+        copies = each.runtime.migration.precopy
+        held = copies.held(copies.epoch)
         assert len({copy.task for copy in held}) == len(held)
         for copy in held:
             assert copy.places.size == copy.blocks.size == copy.slots.size
@@ -228,3 +234,107 @@ def test_another_plan_forgets_what_was_built(built: list[str]) -> None:
     assert led is not None and "task-1" in built
     now = TaskSnapshot(led.header, led.attempt, led.emitted, led.payload, state)
     assert requests.take(1, now) is None
+
+
+class PatientThread(Executor):
+    """Runs what it is given when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append((Future(), lambda: fn(*args, **kwargs)))
+        return self.calls[-1][0]
+
+    def run(self) -> None:
+        calls, self.calls = self.calls, []
+        for future, call in calls:
+            future.set_result(call())
+
+
+@pytest.fixture
+def threaded() -> tuple[CoreCell, list[PatientThread]]:
+    """A busy cell whose ranks plan and copy in threads."""
+    cell = busy("dp2", 2)
+    threads = [PatientThread() for _ in cell.ranks]
+    for rank, thread in zip(cell.ranks, threads, strict=True):
+        rank.runtime.migration.precopy._copies._thread = thread
+    return cell, threads
+
+
+def is_over(cell: CoreCell, number: int) -> bool:
+    found = [each.reports[-1].precopy for each in cell.ranks]
+    return all(each is not None and each.round == number for each in found)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_steps_go_on_while_a_thread_reads_and_plans(
+    threaded: tuple[CoreCell, list[PatientThread]], drafts: bool
+) -> None:
+    cell, threads = threaded
+    cell.retarget("tp2")
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, drafts=drafts))
+    works = 0
+    while not is_over(cell, 1):
+        before = {name: len(tokens) for name, tokens in cell.streams.items()}
+        cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads) or is_over(cell, 1))
+        cell.turn(2)
+        assert all(len(cell.streams[name]) > count for name, count in before.items())
+        works += any(thread.calls for thread in threads)
+        for thread in threads:
+            thread.run()
+        cell.turn(1)
+    assert works >= 2, "it reads, and it plans"
+    assert [each.runtime.migration.planning.draft_of(cell.epoch) for each in cell.ranks] == [
+        int(drafts)
+    ] * 2
+    for rank in cell.ranks:
+        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+    finish_move(cell, drafted=int(drafts))
+    check_streams(cell)
+
+
+def test_what_a_thread_has_read_for_another_switch_is_not_used(
+    threaded: tuple[CoreCell, list[PatientThread]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, threads = threaded
+    read, reads = precopy._read, []
+
+    def noted(messages: Mapping[int, bytes]) -> dict[int, Manifest]:
+        reads.append(cell.epoch)
+        return read(messages)
+
+    monkeypatch.setattr(precopy, "_read", noted)
+    cell.retarget("tp2")
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, drafts=True))
+    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
+    for rank, thread in zip(cell.ranks, threads, strict=True):
+        thread.run()
+        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+    copy_early(cell, "tp2")
+    assert reads == [cell.epoch - 1] * 2 + [cell.epoch] * 2
+    finish_move(cell)
+    check_streams(cell)
+
+
+def test_a_round_drafts_if_another_coordinator_wants_that(
+    threaded: tuple[CoreCell, list[PatientThread]],
+) -> None:
+    """What the thread plans for the copies of the round is not the draft."""
+    cell, threads = threaded
+    cell.retarget("tp2")
+    order = order_of(cell)
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order)
+    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
+    for thread in threads:
+        thread.run()
+    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
+    for rank, thread in zip(cell.ranks, threads, strict=True):
+        thread.run()
+        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+    drafting = PreCopyOrder(order.round, order.grants, drafts=True)
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=drafting)
+    cell.ask(wanted, ends=lambda: is_over(cell, 1))
+    assert [each.runtime.migration.planning.draft_of(cell.epoch) for each in cell.ranks] == [1, 1]
+    finish_move(cell)
+    check_streams(cell)

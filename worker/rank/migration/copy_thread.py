@@ -63,6 +63,10 @@ class CopyThread:
         finish = self._engine.mover.start(copies, finest, launched)
         return finish, self._engine.mark()
 
+    def compute(self, call: Callable[[], Any]) -> Future[Any]:
+        """Let the thread run a call that needs neither the device nor the rank's state."""
+        return self._thread.submit(call)
+
     def check(self) -> None:
         """Raise known errors of copies that were to be started."""
         for start in self._starts:

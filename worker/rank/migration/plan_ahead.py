@@ -50,17 +50,23 @@ class MigrationPlanner:
         self._manifests: Mapping[int, Manifest] = {}
         """Those, by rank."""
 
+    def remember(self, epoch: int, number: int, manifests: Mapping[int, Manifest]) -> None:
+        """Know what all ranks have published in a round of an epoch until its switch is over."""
+        self._read_round, self._manifests = (epoch, number), manifests
+
     def draft(
         self, epoch: int, number: int, manifests: Mapping[int, Manifest], target: Target
-    ) -> None:
-        """Draft the plan of an epoch from the manifests of a round, in which groups serve.
+    ) -> DraftPlan:
+        """Return a plan of an epoch from the manifests of a round, in which groups serve.
 
-        They are known until the switch is over, whatever becomes of the plan. Raises as `plan`.
+        Any thread may call it. Raises as `plan`.
         """
-        self._read_round, self._manifests = (epoch, number), manifests
-        geometry = self._engine.kv.geometry
-        move = plan_move(self._rank, manifests, target, geometry)
-        self._draft = DraftPlan(self._rank, epoch, number, target, manifests, move)
+        move = plan_move(self._rank, manifests, target, self._engine.kv.geometry)
+        return DraftPlan(self._rank, epoch, number, target, manifests, move)
+
+    def keep(self, draft: DraftPlan) -> None:
+        """Plan the migration of its epoch by this draft, if that still holds by then."""
+        self._draft = draft
 
     def draft_of(self, epoch: int) -> int:
         """Return the round in which the plan for this epoch was drafted; 0: it was not."""

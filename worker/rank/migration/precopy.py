@@ -5,12 +5,16 @@ round that the coordinator orders, a rank publishes what its group runs, waits f
 pulls what it will need into pages that its leader has set aside. A rank that will lead also builds
 the requests of its tasks. The migration that follows plans
 from what each rank holds by then, so an unfinished or lost round costs nothing but time. Used by
-the rank's main loop alone, at safe points.
+the rank's main loop alone, at safe points. Reading manifests and planning take longer than a step,
+so the thread that copies does that.
 """
 
 import pickle
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
@@ -97,6 +101,12 @@ class PreCopy:
         """Whether the device has computed all steps before pages were set aside."""
         self._aside: tuple[int, int, Ints] = _NOTHING_ASIDE
         """The epoch and the round for which its leader set lease indices aside, and these."""
+        self._drafts = False
+        """Whether the round drafts the plan of the switch."""
+        self._work: Future[Any] | None = None
+        """What the thread computes for this round."""
+        self._manifests: dict[int, Manifest] | None = None
+        """What all ranks that change their group have published in this round, once it is read."""
         self._plan: EarlyPlan | None = None
         self._planned: Mapping[str, EarlyCopy] = {}
         self._next = self._copied = 0
@@ -143,9 +153,14 @@ class PreCopy:
             self._give_back()
         if self._is_done:
             return False
+        if order.drafts != self._drafts:
+            # Another coordinator wants something else of the same round.
+            self._drafts, self._work = order.drafts, None
         # One thing between two steps, so that none of them waits for all.
         if not self._is_published:
             self._publish(binding, drafts=order.drafts)
+        elif self._manifests is None:
+            self._read_all(directive)
         elif order.drafts:
             self._find_draft(directive)
         elif self._plan is None:
@@ -159,7 +174,7 @@ class PreCopy:
 
     def _begin(self, number: tuple[int, int], binding: Binding, order: PreCopyOrder) -> None:
         """Begin a round; a leader sets pages aside."""
-        self._order, self._binding = number, binding
+        self._order, self._binding, self._drafts = number, binding, order.drafts
         self._is_done = self._is_published = False
         # A peer that reads the manifest looks for KV where copies of the last migration may write.
         self._end_migration()
@@ -218,58 +233,85 @@ class PreCopy:
             self._runtime.engine.order_copies()
             self._is_settled = self._runtime.engine.done()
 
-    def _read_all(self, directive: Directive) -> dict[int, Manifest] | None:
-        """Return what all ranks that change their group have published in this round.
+    def _messages(self, directive: Directive) -> dict[int, bytes] | None:
+        """Return what each rank that changes its group has published in this round.
 
         None: some have not.
         """
         changing = changing_ranks(directive.target, directive.stage.epoch)
-        ranks = self._planner.peers(directive, changing)
         messages: dict[int, bytes] = {}
-        for rank in ranks:
+        for rank in self._planner.peers(directive, changing):
             mailbox, key = self._mailboxes[rank], _key(self._order)
             is_there = mailbox.epoch == key
             messages[rank] = mailbox.message if is_there else b""
             if not is_there or mailbox.epoch != key:
                 return None  # Not there yet, or replaced while it was read.
-        found = {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
-        self.requests.learn(found.values())
-        return found
+        return messages
+
+    def _read_all(self, directive: Directive) -> None:
+        """Read what all ranks that change their group have published, once it is there."""
+        if self._work is None:
+            messages = self._messages(directive)
+            if messages is None:
+                return
+            self._work = self._copies.compute(lambda: _read(messages))
+        if (read := self._take_work()) is not None:
+            self._manifests = found = read.result()
+            self.requests.learn(found.values())
+
+    def _take_work(self) -> Future[Any] | None:
+        """Return what the thread has computed; None: it is not done."""
+        assert self._work is not None
+        if not self._work.done():
+            return None
+        done, self._work = self._work, None
+        return done
 
     def _find_draft(self, directive: Directive) -> None:
-        """Draft the plan of the switch, if all ranks that change their group have published."""
-        manifests = self._read_all(directive)
-        if manifests is None:
+        """Draft the plan of the switch from what has been read."""
+        planner, order, target = self._planner, self._order, directive.target
+        assert self._manifests is not None
+        if self._rank not in self._manifests:
+            self._finish_round()
+            return
+        if self._work is None:
+            try:
+                completed = self.requests.completed
+                known = {rank: completed(each) for rank, each in self._manifests.items()}
+            except KeyError as error:
+                # The round never ends, so no rank relies on what this one does not know.
+                reason = f"no payload of {error}"
+                log.warning("precopy_not_drafted", epoch=self.epoch, reason=reason)
+                self._is_done = True
+                return
+            planner.remember(*order, known)
+            self._work = self._copies.compute(lambda: planner.draft(*order, known, target))
+        if (drafted := self._take_work()) is None:
             return
         try:
-            known = {rank: self.requests.completed(each) for rank, each in manifests.items()}
-        except KeyError as error:
-            # The round never ends, so no rank relies on what this one does not know.
-            log.warning("precopy_not_drafted", epoch=self.epoch, reason=f"no payload of {error}")
-            self._is_done = True
-            return
-        try:
-            if self._rank in known:
-                self._planner.draft(*self._order, known, directive.target)
+            planner.keep(drafted.result())
         except Exception:
             # The migration itself will fail likewise and report it.
             log.warning("precopy_not_drafted", epoch=self.epoch, exc_info=True)
         self._finish_round()
 
     def _find_plan(self, directive: Directive) -> None:
-        """Plan this round, if all ranks that change their group have published."""
-        target, epoch = directive.target, directive.stage.epoch
-        manifests, engine = self._read_all(directive), self._runtime.engine
-        if manifests is None:
-            return
-        try:
-            found = None
-            if self._rank in manifests and engine.mover.is_one_sided:
-                geometry, spare = engine.kv.geometry, self._spare()
-                found = plan_early_copies(self._rank, manifests, target, geometry, spare)
-        except ReshardError as error:
-            log.warning("precopy_not_planned", epoch=epoch, reason=str(error))
-            found = None
+        """Plan this round from what has been read."""
+        manifests, engine = self._manifests, self._runtime.engine
+        assert manifests is not None
+        found = None
+        if self._rank in manifests and engine.mover.is_one_sided:
+            if self._work is None:
+                given = manifests, directive.target, engine.kv.geometry, self._spare()
+                call = partial(plan_early_copies, self._rank, *given)
+                self._work = self._copies.compute(call)
+            if (planned := self._take_work()) is None:
+                return
+            try:
+                found = planned.result()
+            except ReshardError as error:
+                epoch = directive.stage.epoch
+                log.warning("precopy_not_planned", epoch=epoch, reason=str(error))
         found = found or EarlyShare(_nothing(self._rank), {}, ())
         self._next = self._copied = 0
         self._plan, self._planned = found.copies, found.held
@@ -335,7 +377,7 @@ class PreCopy:
 
     def _finish_round(self) -> None:
         self._keep()
-        self._is_done = True
+        self._is_done, self._manifests = True, None
         self._count(0, rounds=1)
 
     def _keep(self) -> None:
@@ -391,6 +433,7 @@ class PreCopy:
         self._collect()
         self._keep()
         self._is_done = True
+        self._work = self._manifests = None
 
     def _give_back(self) -> None:
         """Let tasks of the serving group have its pages, once followers copy nothing there."""
@@ -411,6 +454,10 @@ def _key(order: tuple[int, int]) -> int:
     """Return the mailbox's number of a round."""
     epoch, number = order
     return -(epoch * ROUNDS_PER_EPOCH + number)
+
+
+def _read(messages: Mapping[int, bytes]) -> dict[int, Manifest]:
+    return {rank: pickle.loads(each) for rank, each in messages.items()}  # noqa: S301 -- our own ranks' memory
 
 
 def _nothing(rank: int) -> EarlyPlan:
