@@ -6,11 +6,8 @@ prints what is measured.
 
 import asyncio
 import json
-import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +15,16 @@ import pytest
 import torch
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.device_losses import (
+    BLOCK_TOKENS,
+    PROMPT_TOKENS,
+    STREAMS,
+    kill_one,
+    prompt_of,
+)
 from tests.harness.cells.gauges import gauges, settled_total, total
 from tests.harness.cells.log_events import events_of
-from tests.harness.cells.lost_ranks import (
-    all_serve,
-    begun,
-    kill,
-    pids_of,
-    ranks_of,
-    renew,
-    tell_pauses,
-    until,
-)
+from tests.harness.cells.lost_ranks import renew
 from tests.harness.vllm.known_shapes import LLAMA_8B, QWEN3_32B
 
 pytestmark = [
@@ -38,8 +33,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 2_000, 600
-BLOCK_TOKENS = 16
 HOST_GIB = 40.0
 HOST_PAUSE_LIMIT_S, PAUSE_LIMIT_S = 1.2, 1.0
 BACK_LIMIT_S = 10.0
@@ -59,17 +52,6 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
     return model
 
 
-def submit_all(client: TaskClient, tag: str) -> list[str]:
-    names = [f"{tag}-{number}" for number in range(STREAMS)]
-    for name in names:
-        client.submit(name, prompt_of(name), max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    return names
-
-
-def prompt_of(name: str) -> list[int]:
-    return random.Random(name).choices(range(10, 100_000), k=PROMPT_TOKENS)
-
-
 @contextmanager
 def cell_of(folder: Path, size: str, **limits: Any) -> Iterator[BareCell]:
     """Run two ranks that load dummy weights of this size."""
@@ -84,50 +66,6 @@ def cell_of(folder: Path, size: str, **limits: Any) -> Iterator[BareCell]:
         folder, ranks=2, engine_args=engine_args, model=model, device="cuda", limits=limits
     ) as cell:
         yield cell
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a loss came to; times in seconds."""
-
-    longest_pause_s: float
-    back_s: float
-    """When the rank served again, since it was killed."""
-    warm: list[int]
-    """The first tokens of the streams before it."""
-
-
-async def kill_one(cell: BareCell, source: str, victim: int = 1) -> Loss:
-    """Kill a rank in the middle of all streams.
-
-    The tasks that go on elsewhere take all their full blocks from this source.
-    """
-    client, survivor = TaskClient(), 1 - victim
-    async with client.connected(cell):
-        names = submit_all(client, "warm")
-        warm = [stream.tokens[0] for stream in await client.finish(*names)]
-        names = submit_all(client, "lost")
-        await begun(client, names, 100)
-        hits = await settled_total(cell, source, survivor)
-        group = cell.get("/admin/layout")["groups"][0]["ranks"]
-        had = {name: len(client.streams[name].tokens) for name in names}
-        killed_s = time.monotonic()
-        seen_s = await asyncio.to_thread(kill, cell, victim, pids_of(cell)[victim])
-        print(f"known after {seen_s * 1e3:.0f} ms")
-        back = asyncio.create_task(asyncio.to_thread(back_after, cell, victim, killed_s))
-        streams = await client.finish(*names)
-        assert all(len(stream.tokens) == ANSWER_TOKENS for stream in streams)
-        again = [name for name in names if client.streams[name].resumed]
-        had |= {name: len(client.submitted(name).delivered_tokens) for name in again}
-        # A leader that survives has the tasks of its group, and clients hear nothing.
-        moved = names if survivor == group[0] and victim in group else again
-        assert len(moved) >= STREAMS // 4
-        full = sum((PROMPT_TOKENS + had[name] - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in moved)
-        found = await total(cell, source, hits + full) - hits
-        print(f"{len(moved)} streams go on elsewhere, {full} tokens in full blocks, {found} found")
-        longest_s = tell_pauses("lost", streams)
-        assert found >= full
-    return Loss(longest_s, await back, warm)
 
 
 async def test_host_pages_have_what_a_lost_device_had(tmp_path: Path) -> None:
@@ -146,13 +84,6 @@ def in_use() -> list[int]:
     """Return the bytes in use on each device."""
     free = (torch.cuda.mem_get_info(device) for device in range(2))
     return [whole - left for left, whole in free]
-
-
-def back_after(cell: BareCell, victim: int, killed_s: float) -> float:
-    """Wait until a lost rank serves again; returns the seconds since it was killed."""
-    until(cell, "back", lambda _: ranks_of(cell)[victim]["available"])
-    until(cell, "serving", all_serve)
-    return time.monotonic() - killed_s
 
 
 async def check_inherited(cell: BareCell, victim: int, warm: list[int]) -> None:
