@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cells.device_losses import (
-    BLOCK_TOKENS,
-    PROMPT_TOKENS,
-    STREAMS,
-    kill_one,
-    prompt_of,
-)
+from tests.harness.cells.device_losses import Load, Loss, lose_one
 from tests.harness.cells.gauges import gauges, settled_total, total
 from tests.harness.cells.log_events import events_of
 from tests.harness.cells.lost_ranks import renew
@@ -40,6 +34,7 @@ SAME_SHARE = 0.9
 """Of first tokens in bf16 with random weights, whose logits are close to each other."""
 MEMORY_MARGIN_BYTES = 512 << 20
 """What torch caches differs; a communicator of wide groups that stayed would be 0.9 GB."""
+LOAD = Load()
 SHAPES = {"8b": (LLAMA_8B, 38), "32b": (QWEN3_32B, 62)}
 """Of models, and GiB of KV: a survivor has room for all streams beside what it had of them."""
 
@@ -68,6 +63,19 @@ def cell_of(folder: Path, size: str, **limits: Any) -> Iterator[BareCell]:
         yield cell
 
 
+async def lose(cell: BareCell, source: str, victim: int = 1) -> tuple[Loss, list[int]]:
+    """Lose a rank after other streams; returns it and the first tokens of these.
+
+    Whoever goes on takes all full blocks from this source.
+    """
+    client = TaskClient()
+    async with client.connected(cell):
+        warm = [each.tokens[0] for each in await client.finish(*LOAD.submit(client, "warm"))]
+        loss = await lose_one(cell, client, "lost", LOAD, source, victim)
+    assert loss.found >= loss.full
+    return loss, warm
+
+
 async def test_host_pages_have_what_a_lost_device_had(tmp_path: Path) -> None:
     with cell_of(tmp_path, "8b", host_kv_gib=HOST_GIB, peer_access="off") as cell:
         wanted = int(2 * 0.99 * HOST_GIB * 2**30)
@@ -76,8 +84,8 @@ async def test_host_pages_have_what_a_lost_device_had(tmp_path: Path) -> None:
                 break
         else:
             pytest.fail("the ranks register no host pages")
-        loss = await kill_one(cell, "host_hits")
-        assert loss.longest_pause_s <= HOST_PAUSE_LIMIT_S
+        loss, _ = await lose(cell, "host_hits")
+        assert max(loss.pauses_s) <= HOST_PAUSE_LIMIT_S
 
 
 def in_use() -> list[int]:
@@ -93,17 +101,17 @@ async def check_inherited(cell: BareCell, victim: int, warm: list[int]) -> None:
     """
     client = TaskClient()
     async with client.connected(cell):
-        for number in range(STREAMS):
-            client.submit(f"again-{number}", prompt_of(f"warm-{number}"), max_tokens=1)
+        for number in range(LOAD.streams):
+            client.submit(f"again-{number}", LOAD.prompt_of(f"warm-{number}"), max_tokens=1)
         again = [stream.tokens[0] for stream in await client.finish(*client.streams)]
         computed = await settled_total(cell, "computed_tokens", victim)
     (inherited,) = events_of(cell.log("worker"), "blocks_inherited")
     same = sum(now == then for now, then in zip(again, warm, strict=True))
     print(f"{inherited['blocks']} blocks inherited, {computed} tokens of prompts computed")
-    print(f"{same} of {STREAMS} answers begin as before")
-    assert same >= SAME_SHARE * STREAMS
-    assert inherited["blocks"] > STREAMS // 4 * PROMPT_TOKENS // BLOCK_TOKENS
-    assert 0 < computed < STREAMS * 2 * BLOCK_TOKENS
+    print(f"{same} of {LOAD.streams} answers begin as before")
+    assert same >= SAME_SHARE * LOAD.streams
+    assert inherited["blocks"] > LOAD.streams // 4 * LOAD.prompt // LOAD.block
+    assert 0 < computed < LOAD.streams * 2 * LOAD.block
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -117,17 +125,16 @@ async def test_tasks_go_on_from_the_memory_of_a_lost_device(tmp_path: Path, size
             if pauses_s:
                 await asyncio.to_thread(renew, cell)
                 await asyncio.to_thread(cell.switch, layout, "recompute")
-            loss = await kill_one(cell, "lost_hits", victim)
-            pauses_s[layout, victim] = loss.longest_pause_s
-            backs_s[layout, victim] = back_s = loss.back_s
+            loss, warm = await lose(cell, "lost_hits", victim)
+            pauses_s[layout, victim] = max(loss.pauses_s)
+            backs_s[layout, victim] = loss.back_s
             await settled_total(cell, "loaded_bytes", victim)
             loaded = [each["loaded_bytes"] for each in gauges(cell)]
             after = in_use()
-            print(f"{layout}, rank {victim}: serves again {back_s:.1f} s after it was killed")
-            print(f"loaded {loaded}; in use before {before}, after {after}")
+            print(f"{layout}, rank {victim}: loaded {loaded}; in use {before}, after it {after}")
             assert loaded[victim] == 0 < loaded[1 - victim]
             if layout == "dp2":
-                await check_inherited(cell, victim, loss.warm)
+                await check_inherited(cell, victim, warm)
             assert all(
                 now <= then + MEMORY_MARGIN_BYTES for then, now in zip(before, after, strict=True)
             )

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient
 from tests.harness.cells.gauges import settled_total, total
@@ -17,66 +18,81 @@ from tests.harness.cells.lost_ranks import (
     until,
 )
 
-STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 2_000, 600
-BLOCK_TOKENS = 16
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Streams under which a rank is lost; sizes in tokens."""
+
+    streams: int = 64
+    prompt: int = 2_000
+    answer: int = 600
+    begun: int = 100
+    """All streams have got this much before the loss."""
+    block: int = 16
+    vocab: int = 100_000
+
+    def prompt_of(self, name: str) -> list[int]:
+        """Return the prompt of a stream, always the same."""
+        return random.Random(name).choices(range(10, self.vocab), k=self.prompt)
+
+    def submit(self, client: TaskClient, tag: str) -> list[str]:
+        """Ask for all streams, whose names begin with the tag; returns these."""
+        names = [f"{tag}-{number}" for number in range(self.streams)]
+        for name in names:
+            client.submit(name, self.prompt_of(name), max_tokens=self.answer, ignore_eos=True)
+        return names
 
 
-def submit_all(client: TaskClient, tag: str) -> list[str]:
-    names = [f"{tag}-{number}" for number in range(STREAMS)]
-    for name in names:
-        client.submit(name, prompt_of(name), max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    return names
-
-
-def prompt_of(name: str) -> list[int]:
-    return random.Random(name).choices(range(10, 100_000), k=PROMPT_TOKENS)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Loss:
     """What a loss came to; times in seconds."""
 
-    longest_pause_s: float
+    known_s: float
+    """When the coordinator knew, since it was killed."""
+    pauses_s: list[float]
+    """The longest pause of each stream."""
     back_s: float
     """When the rank served again, since it was killed."""
-    warm: list[int]
-    """The first tokens of the streams before it."""
+    full: int
+    """Tokens in full blocks of the streams that went on elsewhere."""
+    found: int
+    """Those of them that were not computed again."""
 
 
-async def kill_one(cell: BareCell, source: str, victim: int = 1) -> Loss:
-    """Kill a rank in the middle of all streams.
+async def lose_one(
+    cell: BareCell, client: TaskClient, tag: str, load: Load, source: str, victim: int
+) -> Loss:
+    """Kill one of two ranks in the middle of all streams.
 
-    The tasks that go on elsewhere take all their full blocks from this source.
+    `source` is the gauge that counts the tokens which the other one finds.
     """
-    client, survivor = TaskClient(), 1 - victim
-    async with client.connected(cell):
-        names = submit_all(client, "warm")
-        warm = [stream.tokens[0] for stream in await client.finish(*names)]
-        names = submit_all(client, "lost")
-        await begun(client, names, 100)
-        hits = await settled_total(cell, source, survivor)
-        group = cell.get("/admin/layout")["groups"][0]["ranks"]
-        had = {name: len(client.streams[name].tokens) for name in names}
-        killed_s = time.monotonic()
-        seen_s = await asyncio.to_thread(kill, cell, victim, pids_of(cell)[victim])
-        print(f"known after {seen_s * 1e3:.0f} ms")
-        back = asyncio.create_task(asyncio.to_thread(back_after, cell, victim, killed_s))
-        streams = await client.finish(*names)
-        assert all(len(stream.tokens) == ANSWER_TOKENS for stream in streams)
-        again = [name for name in names if client.streams[name].resumed]
-        had |= {name: len(client.submitted(name).delivered_tokens) for name in again}
-        # A leader that survives has the tasks of its group, and clients hear nothing.
-        moved = names if survivor == group[0] and victim in group else again
-        assert len(moved) >= STREAMS // 4
-        full = sum((PROMPT_TOKENS + had[name] - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in moved)
-        found = await total(cell, source, hits + full) - hits
-        print(f"{len(moved)} streams go on elsewhere, {full} tokens in full blocks, {found} found")
-        longest_s = tell_pauses("lost", streams)
-        assert found >= full
-    return Loss(longest_s, await back, warm)
+    survivor = 1 - victim
+    names = load.submit(client, tag)
+    await begun(client, names, load.begun)
+    hits = await settled_total(cell, source, survivor)
+    group = cell.get("/admin/layout")["groups"][0]["ranks"]
+    had = {name: len(client.streams[name].tokens) for name in names}
+    killed_s = time.monotonic()
+    known_s = await asyncio.to_thread(kill, cell, victim, pids_of(cell)[victim])
+    back = asyncio.create_task(asyncio.to_thread(_back_after, cell, victim, killed_s))
+    streams = await client.finish(*names)
+    assert all(len(stream.tokens) == load.answer for stream in streams)
+    again = [name for name in names if client.streams[name].resumed]
+    had |= {name: len(client.submitted(name).delivered_tokens) for name in again}
+    # A leader that survives has the tasks of its group, and clients hear nothing.
+    moved = names if survivor == group[0] and victim in group else again
+    assert len(moved) >= load.streams // 4
+    full = sum((load.prompt + had[name] - 1) // load.block * load.block for name in moved)
+    found = await total(cell, source, hits + full) - hits
+    tell_pauses(tag, streams)
+    pauses_s = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
+    loss = Loss(known_s, pauses_s, await back, full, found)
+    print(f"known after {known_s * 1e3:.0f} ms, back after {loss.back_s:.1f} s")
+    print(f"{len(moved)} streams go on elsewhere, {full} tokens in full blocks, {found} found")
+    return loss
 
 
-def back_after(cell: BareCell, victim: int, killed_s: float) -> float:
+def _back_after(cell: BareCell, victim: int, killed_s: float) -> float:
     """Wait until a lost rank serves again; returns the seconds since it was killed."""
     until(cell, "back", lambda _: ranks_of(cell)[victim]["available"])
     until(cell, "serving", all_serve)
