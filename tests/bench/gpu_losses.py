@@ -1,6 +1,6 @@
 """Members of a group are lost again and again under long streams: how long these pause.
 
-`python -m tests.bench.gpu_losses --model qwen3-32b [--layout tp2] [--victims 1,1,0] [--seconds 300]
+`python -m tests.bench.gpu_losses --model 32b [--layout tp2] [--victims 1,1,0] [--seconds 300]
 [--out FOLDER]`: one cell of two ranks, without host pages. Each loss kills the next victim when all
 streams have 40 tokens, and all ranks are renewed after it. FOLDER gets the cell's logs and
 losses.jsonl, a line for each loss. In the end it prints the longest pauses of all streams.
@@ -20,36 +20,20 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.bench.gpu_shapes import DEMO, write_shape
+from tests.bench.gpu_shapes import DEMO
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cells.device_losses import Load, Loss, lose_one
+from tests.harness.cells.device_losses import SHAPES, Load, Loss, cell_of, lose_one
 from tests.harness.cells.lost_ranks import renew
 
-KV_GIB = {"llama-3-8b": 38, "qwen3-32b": 62}
-"""Of a rank: a survivor has room for all streams beside what it had of them."""
 GPU_LOAD = Load(answer=250, begun=40)
 CPU_LOAD = Load(streams=16, prompt=100, answer=600, begun=40, block=32, vocab=4_000)
-GPU_ENGINE = (
-    *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096"),
-    *("--max-num-seqs", "128", "--gpu-memory-utilization", "0.95"),
-)
 CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 
 
 @contextmanager
-def cell_of(model: str, folder: Path) -> Iterator[BareCell]:
-    """Run two ranks of this shape; the demo model on CPU."""
-    if model == DEMO:
-        with bare_cell(folder, ranks=2, engine_args=[*CPU_ENGINE]) as cell:
-            yield cell
-        return
-    with bare_cell(
-        folder,
-        ranks=2,
-        engine_args=[*GPU_ENGINE, "--kv-cache-memory-bytes", str(KV_GIB[model] << 30)],
-        model=write_shape(model, folder),
-        device="cuda",
-    ) as cell:
+def demo_cell(folder: Path) -> Iterator[BareCell]:
+    """Run two ranks of the demo model on CPU."""
+    with bare_cell(folder, ranks=2, engine_args=[*CPU_ENGINE]) as cell:
         yield cell
 
 
@@ -62,7 +46,7 @@ async def loss_of(cell: BareCell, number: int, load: Load, victim: int) -> Loss:
 def main() -> None:
     """Lose ranks, and print what that came to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*KV_GIB, DEMO], default=DEMO)
+    parser.add_argument("--model", choices=[*SHAPES, DEMO], default=DEMO)
     parser.add_argument("--layout", default="tp2")
     parser.add_argument("--victims", default="1,1,0", help="ranks, in turns")
     parser.add_argument("--seconds", type=float, default=300.0, help="no further loss after this")
@@ -71,7 +55,8 @@ def main() -> None:
     with ExitStack() as ends:
         folder = args.out or Path(ends.enter_context(TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        cell = ends.enter_context(cell_of(args.model, folder))
+        of_model = demo_cell(folder) if args.model == DEMO else cell_of(folder, args.model)
+        cell = ends.enter_context(of_model)
         losses = lose_members(cell, args, folder / "losses.jsonl")
     tell(losses)
 

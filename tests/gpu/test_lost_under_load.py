@@ -5,21 +5,16 @@ prints what is measured.
 """
 
 import asyncio
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cells.device_losses import Load, Loss, lose_one
+from tests.harness.cells.bare_cell import BareCell, TaskClient
+from tests.harness.cells.device_losses import SHAPES, Load, Loss, cell_of, lose_one
 from tests.harness.cells.gauges import gauges, settled_total, total
 from tests.harness.cells.log_events import events_of
 from tests.harness.cells.lost_ranks import renew
-from tests.harness.vllm.known_shapes import LLAMA_8B, QWEN3_32B
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,32 +30,6 @@ SAME_SHARE = 0.9
 MEMORY_MARGIN_BYTES = 512 << 20
 """What torch caches differs; a communicator of wide groups that stayed would be 0.9 GB."""
 LOAD = Load()
-SHAPES = {"8b": (LLAMA_8B, 38), "32b": (QWEN3_32B, 62)}
-"""Of models, and GiB of KV: a survivor has room for all streams beside what it had of them."""
-
-
-def write_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """Write a model's shape."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(shape))
-    return model
-
-
-@contextmanager
-def cell_of(folder: Path, size: str, **limits: Any) -> Iterator[BareCell]:
-    """Run two ranks that load dummy weights of this size."""
-    shape, kv_gib = SHAPES[size]
-    engine_args = [
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096"),
-        *("--max-num-seqs", "128", "--kv-cache-memory-bytes", str(kv_gib << 30)),
-        *("--gpu-memory-utilization", "0.95"),
-    ]
-    model = write_model(folder, shape)
-    with bare_cell(
-        folder, ranks=2, engine_args=engine_args, model=model, device="cuda", limits=limits
-    ) as cell:
-        yield cell
 
 
 async def lose(cell: BareCell, source: str, victim: int = 1) -> tuple[Loss, list[int]]:

@@ -34,7 +34,8 @@ class SimHost:
         self.fiber = Fiber(body)
         self.pauses = 0
         """How often the process has waited."""
-        self.copies: SimCopyThread | None = None
+        self.threads: list[SimThread] = []
+        """Its threads besides the main one: for copies, and for plans."""
         self._due = 0
         self._wakes: Callable[[], bool] | None = None
 
@@ -46,8 +47,14 @@ class SimHost:
         self.wait(None, seconds)
 
     def copy_thread(self, begin: Callable[[], None]) -> Executor:
-        self.copies = SimCopyThread(self._process)
-        return self.copies
+        return self._another_thread()
+
+    def plan_thread(self) -> Executor:
+        return self._another_thread()
+
+    def _another_thread(self) -> Executor:
+        self.threads.append(SimThread(self._process))
+        return self.threads[-1]
 
     # ------------------------------------------------------------------ for the simulation
 
@@ -71,7 +78,7 @@ def ticks_of(seconds: float) -> int:
     return 1 << 40 if seconds == math.inf else max(1, math.ceil(seconds * 1_000 / TICK_MS))
 
 
-class SimCopyThread(Executor):
+class SimThread(Executor):
     """Runs calls in order: a start at once if nothing is before it, all others a little later."""
 
     def __init__(self, process: "SimRank") -> None:
@@ -97,6 +104,8 @@ class SimCopyThread(Executor):
         """Run the calls whose time has come."""
         while self._calls and self._calls[0][0] <= self._process.world.now:
             _, future, call = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001 -- it is raised where the result is asked for

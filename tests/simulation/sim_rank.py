@@ -138,9 +138,9 @@ class SimRank:
         self._senders: dict[int, tuple[Directive, int]] = {}
         """Directives that came, by their `id`, with the numbers of their coordinators."""
         self._unheard: list[RankDown] = []
+        """What the session's thread has not looked at, as the process stood still."""
         self._is_woken = False
         """Whether the watchdog looks at once."""
-        """What the session's thread has not looked at, as the process stood still."""
         self._tokens_out = Session()
         self._copied: tuple[Directive, int] | None = None
         """The last migration that was carried out, and when."""
@@ -198,8 +198,8 @@ class SimRank:
         is_woken, self._is_woken = self._is_woken, False
         if (is_woken or self.world.now % WATCH_TICKS == self.rank) and self._watch():
             return
-        if self.host.copies is not None:
-            self.host.copies.run_due()
+        for thread in self.host.threads:
+            thread.run_due()
         for _ in range(PASSES_MAX):
             if not self.host.is_due:
                 return

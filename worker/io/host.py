@@ -1,4 +1,4 @@
-"""What a rank needs of its host: a clock, a way to wait, and a thread for its copies.
+"""What a rank needs of its host: a clock, a way to wait, and threads for its copies and plans.
 
 The rank's modules read no clock themselves, so that a simulation can bring a host of its own, on
 which all ranks of a cell share one virtual clock.
@@ -22,6 +22,9 @@ class Host(Protocol):
     def copy_thread(self, begin: Callable[[], None]) -> Executor:
         """Return what runs calls one after the other beside the caller, after `begin`."""
 
+    def plan_thread(self) -> Executor:
+        """Return what runs other calls so; they need neither the device nor the rank's state."""
+
 
 class MonotonicHost:
     """The machine that this process runs on."""
@@ -32,6 +35,10 @@ class MonotonicHost:
     def copy_thread(self, begin: Callable[[], None]) -> Executor:
         """See `Host`."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="move", initializer=begin)
+
+    def plan_thread(self) -> Executor:
+        """See `Host`."""
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
 
 
 HOST: Host = MonotonicHost()

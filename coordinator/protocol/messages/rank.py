@@ -234,7 +234,7 @@ class Directive(Message, frozen=True):
 
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
     `members` gives the incarnation of each rank of the target. `ended` are the ranks whose last
-    process is known to have ended and has no successor yet. `abandoned_formation` is the formation
+    process has begun to end and has no known successor. `abandoned_formation` is the formation
     that this rank reports as joined, if its leader is not joined to it and will not lead it: a
     follower need not wait for the leave message. SERVE fills `grants`. `retentions` lists the lease
     indices of unbound groups that members retain. `movers` are the parked ranks that copy KV in

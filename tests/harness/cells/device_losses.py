@@ -1,12 +1,17 @@
 """A rank is killed under long streams: what it had, what of that is found, how long it took."""
 
 import asyncio
+import json
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from tests.harness.cells.bare_cell import BareCell, TaskClient
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.gauges import settled_total, total
 from tests.harness.cells.lost_ranks import (
     all_serve,
@@ -17,6 +22,28 @@ from tests.harness.cells.lost_ranks import (
     tell_pauses,
     until,
 )
+from tests.harness.vllm.known_shapes import LLAMA_8B, QWEN3_32B
+
+SHAPES = {"8b": (LLAMA_8B, 38), "32b": (QWEN3_32B, 62)}
+"""Of models, and GiB of KV: a survivor has room for all streams beside what it had of them."""
+
+
+@contextmanager
+def cell_of(folder: Path, size: str, **limits: Any) -> Iterator[BareCell]:
+    """Run two ranks on two GPUs that load dummy weights of this size."""
+    shape, kv_gib = SHAPES[size]
+    engine_args = [
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096"),
+        *("--max-num-seqs", "128", "--kv-cache-memory-bytes", str(kv_gib << 30)),
+        *("--gpu-memory-utilization", "0.95"),
+    ]
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape))
+    with bare_cell(
+        folder, ranks=2, engine_args=engine_args, model=model, device="cuda", limits=limits
+    ) as cell:
+        yield cell
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from concurrent.futures import Executor
 
 
 class VirtualHost:
-    """See `Host`; it has no copy thread."""
+    """See `Host`; it has no threads."""
 
     def __init__(self) -> None:
         self._now_ns = 0
@@ -19,3 +19,6 @@ class VirtualHost:
 
     def copy_thread(self, begin: Callable[[], None]) -> Executor:
         raise NotImplementedError("copies need a thread, which this host lacks.")
+
+    def plan_thread(self) -> Executor:
+        raise NotImplementedError("plans need a thread, which this host lacks.")

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Place, PreCopyOrder
 from coordinator.protocol.terms import Carry, Phase, TaskId
+from kvadaptor.reshard.terms import ReshardError
 from tests.harness.coordinator.builders import header
 from tests.harness.worker.core_cell import CoreCell, CoreRank, kinds
 from tests.harness.worker.early_cell import (
@@ -28,8 +30,8 @@ from tests.harness.worker.fake_scheduler import (
     FakeRequest,
     fake_payload,
 )
-from worker.rank.migration import precopy
-from worker.rank.migration.copy_thread import _AtOnce
+from worker.rank.migration import plan_ahead, precopy
+from worker.rank.migration.copy_thread import AtOnce
 from worker.rank.migration.manifest import Manifest, TaskSnapshot
 from worker.rank.task_state import RunningState
 
@@ -249,16 +251,21 @@ class PatientThread(Executor):
     def run(self) -> None:
         calls, self.calls = self.calls, []
         for future, call in calls:
-            future.set_result(call())
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 -- it is raised where the result is asked for
+                future.set_exception(error)
 
 
 @pytest.fixture
 def threaded() -> tuple[CoreCell, list[PatientThread]]:
-    """A busy cell whose ranks plan and copy in threads."""
+    """A busy cell whose ranks read and plan in threads."""
     cell = busy("dp2", 2)
     threads = [PatientThread() for _ in cell.ranks]
     for rank, thread in zip(cell.ranks, threads, strict=True):
-        rank.runtime.migration.precopy._copies._thread = thread
+        rank.runtime.migration.precopy._thread = thread
     return cell, threads
 
 
@@ -289,7 +296,7 @@ def test_steps_go_on_while_a_thread_reads_and_plans(
         int(drafts)
     ] * 2
     for rank in cell.ranks:
-        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+        rank.runtime.migration.precopy._thread = AtOnce()
     finish_move(cell, drafted=int(drafts))
     check_streams(cell)
 
@@ -310,7 +317,7 @@ def test_what_a_thread_has_read_for_another_switch_is_not_used(
     cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
     for rank, thread in zip(cell.ranks, threads, strict=True):
         thread.run()
-        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+        rank.runtime.migration.precopy._thread = AtOnce()
     copy_early(cell, "tp2")
     assert reads == [cell.epoch - 1] * 2 + [cell.epoch] * 2
     finish_move(cell)
@@ -331,10 +338,47 @@ def test_a_round_drafts_if_another_coordinator_wants_that(
     cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
     for rank, thread in zip(cell.ranks, threads, strict=True):
         thread.run()
-        rank.runtime.migration.precopy._copies._thread = _AtOnce()
+        rank.runtime.migration.precopy._thread = AtOnce()
     drafting = PreCopyOrder(order.round, order.grants, drafts=True)
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=drafting)
     cell.ask(wanted, ends=lambda: is_over(cell, 1))
     assert [each.runtime.migration.planning.draft_of(cell.epoch) for each in cell.ranks] == [1, 1]
+    finish_move(cell)
+    check_streams(cell)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "call", "event"),
+    [(False, "plan_early_copies", "precopy_not_planned"), (True, None, "precopy_not_drafted")],
+)
+def test_a_round_ends_if_a_plan_fails(
+    threaded: tuple[CoreCell, list[PatientThread]],
+    monkeypatch: pytest.MonkeyPatch,
+    drafts: bool,
+    call: str | None,
+    event: str,
+) -> None:
+    cell, threads = threaded
+
+    def fail(*_: object) -> None:
+        raise ReshardError("there is no such plan.")
+
+    if call is not None:
+        monkeypatch.setattr(precopy, call, fail)
+    else:
+        monkeypatch.setattr(plan_ahead, "plan_move", fail)
+    cell.retarget("tp2")
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, drafts=drafts))
+    with capture_logs() as logs:
+        for _ in range(4):
+            cell.ask(
+                wanted, ends=lambda: all(thread.calls for thread in threads) or is_over(cell, 1)
+            )
+            for thread in threads:
+                thread.run()
+        cell.ask(wanted, ends=lambda: is_over(cell, 1))
+    assert [each["event"] for each in logs if each["event"] == event] == [event] * 2
+    monkeypatch.undo()
+    assert sum(map(copied_blocks, cell.ranks)) == 0
     finish_move(cell)
     check_streams(cell)

@@ -18,10 +18,11 @@ from worker.rank.engine import Engine
 _Start = tuple[Finish, Callable[[], None]]
 
 
-class _AtOnce(Executor):
+class AtOnce(Executor):
     """Runs a submitted call before `submit` returns."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor`."""
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
@@ -36,7 +37,7 @@ class CopyThread:
     def __init__(self, engine: Engine, host: Host, thread: Executor | None = None) -> None:
         """`thread` is that of others, whose copies are over when these begin."""
         self._engine = engine
-        self._thread: Executor = thread or _AtOnce()
+        self._thread: Executor = thread or AtOnce()
         if thread is None and not engine.is_synchronous:
             self._thread = host.copy_thread(engine.copy_aside)
         self._host = host
@@ -62,10 +63,6 @@ class CopyThread:
     def _start(self, copies: Round, finest: Split, launched: Callable[[], None]) -> _Start:
         finish = self._engine.mover.start(copies, finest, launched)
         return finish, self._engine.mark()
-
-    def compute(self, call: Callable[[], Any]) -> Future[Any]:
-        """Let the thread run a call that needs neither the device nor the rank's state."""
-        return self._thread.submit(call)
 
     def check(self) -> None:
         """Raise known errors of copies that were to be started."""

@@ -2,7 +2,7 @@
 
 The mailboxes hold all that a plan needs as soon as the last rank has left its group. The
 coordinator's round trip takes as long as planning does, so both overlap. Used by the rank's main
-loop alone.
+loop, but for `draft`.
 """
 
 import pickle

@@ -6,7 +6,7 @@ pulls what it will need into pages that its leader has set aside. A rank that wi
 the requests of its tasks. The migration that follows plans
 from what each rank holds by then, so an unfinished or lost round costs nothing but time. Used by
 the rank's main loop alone, at safe points. Reading manifests and planning take longer than a step,
-so the thread that copies does that.
+so on CUDA a thread of its own does that.
 """
 
 import pickle
@@ -22,7 +22,7 @@ import structlog
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive, PreCopyOrder, PreCopyProgress
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding
+from coordinator.protocol.terms import Binding, Target
 from kvadaptor.geometry import Split
 from kvadaptor.reshard.early import EarlyPlan
 from kvadaptor.reshard.order import UnitOrder
@@ -31,7 +31,7 @@ from kvadaptor.transfer.mailbox import MailboxFullError, RankMailbox
 from kvadaptor.transfer.rounds import MoveError, by_source
 from worker.io.step_queue import SetAside
 from worker.rank.engine import EngineScheduler
-from worker.rank.migration.copy_thread import CopyThread
+from worker.rank.migration.copy_thread import AtOnce, CopyThread
 from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_plan import EarlyShare, plan_early_copies
 from worker.rank.migration.early_requests import EarlyRequests, without_payloads
@@ -53,8 +53,11 @@ STEP_REQUESTS = 2
 BESIDE_REQUESTS = 16
 """Requests built at a time while steps run on a device."""
 
-DRAFT_TOKENS = 16
-"""Tokens for which tasks get blocks before the plan is drafted: it holds for as many steps."""
+DRAFT_TOKENS = 32
+"""Tokens for which tasks get blocks before the plan is drafted: it holds for as many steps.
+
+Reading and planning take several of them.
+"""
 
 ORDER_LIMIT_S = 5.0
 """A rank whose orders end for this long gives pages back: its coordinator may be gone."""
@@ -88,6 +91,9 @@ class PreCopy:
         self._rank = rank
         self._copies = copies
         self._end_migration = end_migration
+        is_inline = runtime.engine.is_synchronous
+        self._thread = AtOnce() if is_inline else runtime.host.plan_thread()
+        """Reads and plans; copies never wait for that."""
         self.progress: PreCopyProgress | None = None
         """What the coordinator hears of it."""
         self._binding: Binding | None = None
@@ -101,8 +107,8 @@ class PreCopy:
         """Whether the device has computed all steps before pages were set aside."""
         self._aside: tuple[int, int, Ints] = _NOTHING_ASIDE
         """The epoch and the round for which its leader set lease indices aside, and these."""
-        self._drafts = False
-        """Whether the round drafts the plan of the switch."""
+        self._aim: tuple[Target, bool] | None = None
+        """Where the round is to lead, and whether it drafts the plan for that."""
         self._work: Future[Any] | None = None
         """What the thread computes for this round."""
         self._manifests: dict[int, Manifest] | None = None
@@ -153,13 +159,14 @@ class PreCopy:
             self._give_back()
         if self._is_done:
             return False
-        if order.drafts != self._drafts:
-            # Another coordinator wants something else of the same round.
-            self._drafts, self._work = order.drafts, None
+        if (aim := (directive.target, order.drafts)) != self._aim:
+            # Another coordinator may want something else of the same round.
+            self._aim = aim
+            self._drop_work()
         # One thing between two steps, so that none of them waits for all.
         if not self._is_published:
             self._publish(binding, drafts=order.drafts)
-        elif self._manifests is None:
+        elif self._manifests is None and (order.drafts or self._plan is None):
             self._read_all(directive)
         elif order.drafts:
             self._find_draft(directive)
@@ -174,7 +181,7 @@ class PreCopy:
 
     def _begin(self, number: tuple[int, int], binding: Binding, order: PreCopyOrder) -> None:
         """Begin a round; a leader sets pages aside."""
-        self._order, self._binding, self._drafts = number, binding, order.drafts
+        self._order, self._binding = number, binding
         self._is_done = self._is_published = False
         # A peer that reads the manifest looks for KV where copies of the last migration may write.
         self._end_migration()
@@ -254,7 +261,7 @@ class PreCopy:
             messages = self._messages(directive)
             if messages is None:
                 return
-            self._work = self._copies.compute(lambda: _read(messages))
+            self._work = self._thread.submit(lambda: _read(messages))
         if (read := self._take_work()) is not None:
             self._manifests = found = read.result()
             self.requests.learn(found.values())
@@ -282,10 +289,10 @@ class PreCopy:
                 # The round never ends, so no rank relies on what this one does not know.
                 reason = f"no payload of {error}"
                 log.warning("precopy_not_drafted", epoch=self.epoch, reason=reason)
-                self._is_done = True
+                self._is_done, self._manifests = True, None
                 return
             planner.remember(*order, known)
-            self._work = self._copies.compute(lambda: planner.draft(*order, known, target))
+            self._work = self._thread.submit(lambda: planner.draft(*order, known, target))
         if (drafted := self._take_work()) is None:
             return
         try:
@@ -304,7 +311,7 @@ class PreCopy:
             if self._work is None:
                 given = manifests, directive.target, engine.kv.geometry, self._spare()
                 call = partial(plan_early_copies, self._rank, *given)
-                self._work = self._copies.compute(call)
+                self._work = self._thread.submit(call)
             if (planned := self._take_work()) is None:
                 return
             try:
@@ -314,7 +321,7 @@ class PreCopy:
                 log.warning("precopy_not_planned", epoch=epoch, reason=str(error))
         found = found or EarlyShare(_nothing(self._rank), {}, ())
         self._next = self._copied = 0
-        self._plan, self._planned = found.copies, found.held
+        self._plan, self._planned, self._manifests = found.copies, found.held, None
         self.requests.expect(found.led)
 
     def _spare(self) -> Ints:
@@ -433,6 +440,12 @@ class PreCopy:
         self._collect()
         self._keep()
         self._is_done = True
+        self._drop_work()
+
+    def _drop_work(self) -> None:
+        """Forget what is read and planned for this round."""
+        if self._work is not None:
+            self._work.cancel()
         self._work = self._manifests = None
 
     def _give_back(self) -> None:
