@@ -11,7 +11,6 @@ losses.jsonl, a line for each loss. In the end it prints the longest pauses of a
 import argparse
 import asyncio
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from loadgen.report.stats import percentile
 from tests.bench.gpu_shapes import DEMO
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.device_losses import SHAPES, Load, Loss, cell_of, lose_one
@@ -81,7 +81,7 @@ def lose_members(cell: BareCell, args: argparse.Namespace, out: Path) -> list[Lo
 def tell(losses: list[Loss]) -> None:
     """Print the pauses of all streams, and what else counts."""
     pauses_ms = sorted(each * 1e3 for loss in losses for each in loss.pauses_s)
-    p50, p99 = statistics.median(pauses_ms), pauses_ms[int(0.99 * (len(pauses_ms) - 1))]
+    p50, p99 = (percentile(pauses_ms, each) for each in (50, 99))
     pauses = f"p50 {p50:.0f}, p99 {p99:.0f}, max {pauses_ms[-1]:.0f} ms"
     back_s = max(loss.back_s for loss in losses)
     short = sum(loss.found < loss.full for loss in losses)

@@ -35,7 +35,7 @@ LOAD = Load()
 async def lose(cell: BareCell, source: str, victim: int = 1) -> tuple[Loss, list[int]]:
     """Lose a rank after other streams; returns it and the first tokens of these.
 
-    Whoever goes on takes all full blocks from this source.
+    The survivor takes all full blocks from this source.
     """
     client = TaskClient()
     async with client.connected(cell):

@@ -7,15 +7,15 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.cells.admin import post
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.gauges import all_there, settled_total, total
+from tests.harness.cells.lost_ranks import longest_pauses
 from tests.harness.vllm.reshard_cases import vllm_settings
 from tests.harness.vllm.tiny_models import model_of
 
@@ -198,7 +198,7 @@ async def kill_under_streams(
             submit(client, tag, number, before="calm-")
             (alone,) = await client.finish(f"calm-{name}")
             assert stream.tokens == alone.tokens, KINDS[number]
-        return f"lost rank {victim} of {layout}: {longest_pause_s(streams):.2f} s"
+        return f"lost rank {victim} of {layout}: {max(longest_pauses(streams)):.2f} s"
 
 
 def full_tokens(tokens: int) -> int:
@@ -241,7 +241,7 @@ async def test_a_rank_is_killed_while_a_switch_moves_its_tasks(
         await all_there(cell)
         now = await settled_total(cell, "computed_tokens", 0, 1)
         again = now - computed - ideal
-        pause_s = longest_pause_s(streams)
+        pause_s = max(longest_pauses(streams))
         record_property(
             SUMMARY,
             f"killed {delay_ms} ms after the switch was asked for: {len(lost)} tasks lost, about "
@@ -259,7 +259,3 @@ async def test_a_rank_is_killed_while_a_switch_moves_its_tasks(
 async def until_all(client: TaskClient, names: list[str], tokens: int) -> None:
     while min(len(client.streams[name].tokens) for name in names) < tokens:
         await asyncio.sleep(0.005)
-
-
-def longest_pause_s(streams: list[Stream]) -> float:
-    return max(later - earlier for each in streams for earlier, later in pairwise(each.times))

@@ -46,13 +46,7 @@ class SimHost:
     def sleep(self, seconds: float) -> None:
         self.wait(None, seconds)
 
-    def copy_thread(self, begin: Callable[[], None]) -> Executor:
-        return self._another_thread()
-
-    def plan_thread(self) -> Executor:
-        return self._another_thread()
-
-    def _another_thread(self) -> Executor:
+    def thread(self, name: str, begin: Callable[[], None] | None = None) -> Executor:
         self.threads.append(SimThread(self._process))
         return self.threads[-1]
 

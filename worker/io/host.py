@@ -19,11 +19,8 @@ class Host(Protocol):
     def sleep(self, seconds: float) -> None:
         """Let the calling thread wait."""
 
-    def copy_thread(self, begin: Callable[[], None]) -> Executor:
+    def thread(self, name: str, begin: Callable[[], None] | None = None) -> Executor:
         """Return what runs calls one after the other beside the caller, after `begin`."""
-
-    def plan_thread(self) -> Executor:
-        """Return what runs other calls so; they need neither the device nor the rank's state."""
 
 
 class MonotonicHost:
@@ -32,13 +29,9 @@ class MonotonicHost:
     now_ns = staticmethod(time.monotonic_ns)
     sleep = staticmethod(time.sleep)
 
-    def copy_thread(self, begin: Callable[[], None]) -> Executor:
+    def thread(self, name: str, begin: Callable[[], None] | None = None) -> Executor:
         """See `Host`."""
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="move", initializer=begin)
-
-    def plan_thread(self) -> Executor:
-        """See `Host`."""
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=begin)
 
 
 HOST: Host = MonotonicHost()

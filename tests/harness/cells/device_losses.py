@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.harness.cells.lost_ranks import (
     all_serve,
     begun,
     kill,
+    longest_pauses,
     pids_of,
     ranks_of,
     tell_pauses,
@@ -112,8 +112,7 @@ async def lose_one(
     full = sum((load.prompt + had[name] - 1) // load.block * load.block for name in moved)
     found = await total(cell, source, hits + full) - hits
     tell_pauses(tag, streams)
-    pauses_s = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
-    loss = Loss(known_s, pauses_s, await back, full, found)
+    loss = Loss(known_s, longest_pauses(streams), await back, full, found)
     print(f"known after {known_s * 1e3:.0f} ms, back after {loss.back_s:.1f} s")
     print(f"{len(moved)} streams go on elsewhere, {full} tokens in full blocks, {found} found")
     return loss

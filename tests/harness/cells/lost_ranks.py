@@ -160,9 +160,14 @@ async def run_out_of_room(
     return streams
 
 
+def longest_pauses(streams: list[Stream]) -> list[float]:
+    """Return the longest pause of each of these streams, in seconds."""
+    return [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
+
+
 def tell_pauses(tag: str, streams: list[Stream]) -> float:
     """Print the pauses of these streams; returns the longest, in seconds."""
-    pauses = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
+    pauses = longest_pauses(streams)
     print(
         f"{tag}: longest pause of a stream {max(pauses) * 1e3:.0f} ms, median "
         f"{statistics.median(pauses) * 1e3:.0f} ms, "

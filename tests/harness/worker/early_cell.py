@@ -35,12 +35,13 @@ def copy_early(cell: CoreCell, layout: str, number: int = 1, *, drafts: bool = F
         cell.retarget(layout)
     order = order_of(cell, number, drafts=drafts)
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order)
+    cell.ask(wanted, ends=lambda: is_over(cell, number))
 
-    def is_over() -> bool:
-        found = [each.reports[-1].precopy for each in cell.ranks]
-        return all(each is not None and each.round == number for each in found)
 
-    cell.ask(wanted, ends=is_over)
+def is_over(cell: CoreCell, number: int) -> bool:
+    """Return whether all ranks have reported the end of this round."""
+    found = [each.reports[-1].precopy for each in cell.ranks]
+    return all(each is not None and each.round == number for each in found)
 
 
 def leave_groups(cell: CoreCell, drafted: int = 0) -> None:

@@ -17,8 +17,5 @@ class VirtualHost:
     def sleep(self, seconds: float) -> None:
         self._now_ns += int(seconds * 1e9)
 
-    def copy_thread(self, begin: Callable[[], None]) -> Executor:
-        raise NotImplementedError("copies need a thread, which this host lacks.")
-
-    def plan_thread(self) -> Executor:
-        raise NotImplementedError("plans need a thread, which this host lacks.")
+    def thread(self, name: str, begin: Callable[[], None] | None = None) -> Executor:
+        raise NotImplementedError(f"this host lacks a thread to {name}.")

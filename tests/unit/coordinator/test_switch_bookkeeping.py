@@ -110,9 +110,9 @@ def test_ranks_hear_whose_process_has_ended_until_another_one_comes() -> None:
     ranks = Ranks().serve()
 
     def ended() -> tuple[Rank, ...]:
-        told = ranks.switcher.directive_for(Rank(0))
-        assert told is not None
-        return told.ended
+        directive = ranks.switcher.directive_for(Rank(0))
+        assert directive is not None
+        return directive.ended
 
     assert ended() == ()
     ranks.switcher.lose((Rank(2),), 0)

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Place, PreCopyOrder
+from coordinator.protocol.messages.rank import Directive, Place, PreCopyOrder
 from coordinator.protocol.terms import Carry, Phase, TaskId
 from kvadaptor.reshard.terms import ReshardError
 from tests.harness.coordinator.builders import header
@@ -21,6 +22,7 @@ from tests.harness.worker.early_cell import (
     check_streams,
     copy_early,
     finish_move,
+    is_over,
     order_of,
     scheduler_of,
 )
@@ -269,9 +271,16 @@ def threaded() -> tuple[CoreCell, list[PatientThread]]:
     return cell, threads
 
 
-def is_over(cell: CoreCell, number: int) -> bool:
-    found = [each.reports[-1].precopy for each in cell.ranks]
-    return all(each is not None and each.round == number for each in found)
+def ask_for_work(cell: CoreCell, threads: list[PatientThread], wanted: Directive) -> None:
+    """Ask until all threads have something to do, or the first round is over."""
+    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads) or is_over(cell, 1))
+
+
+def run_from_now_on(cell: CoreCell, threads: list[PatientThread]) -> None:
+    """Let the threads run what they have, and from now on all that they are given."""
+    for rank, thread in zip(cell.ranks, threads, strict=True):
+        thread.run()
+        rank.runtime.migration.precopy._thread = AtOnce()
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -284,7 +293,7 @@ def test_steps_go_on_while_a_thread_reads_and_plans(
     works = 0
     while not is_over(cell, 1):
         before = {name: len(tokens) for name, tokens in cell.streams.items()}
-        cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads) or is_over(cell, 1))
+        ask_for_work(cell, threads, wanted)
         cell.turn(2)
         assert all(len(cell.streams[name]) > count for name, count in before.items())
         works += any(thread.calls for thread in threads)
@@ -295,8 +304,7 @@ def test_steps_go_on_while_a_thread_reads_and_plans(
     assert [each.runtime.migration.planning.draft_of(cell.epoch) for each in cell.ranks] == [
         int(drafts)
     ] * 2
-    for rank in cell.ranks:
-        rank.runtime.migration.precopy._thread = AtOnce()
+    run_from_now_on(cell, threads)
     finish_move(cell, drafted=int(drafts))
     check_streams(cell)
 
@@ -314,10 +322,8 @@ def test_what_a_thread_has_read_for_another_switch_is_not_used(
     monkeypatch.setattr(precopy, "_read", noted)
     cell.retarget("tp2")
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, drafts=True))
-    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
-    for rank, thread in zip(cell.ranks, threads, strict=True):
-        thread.run()
-        rank.runtime.migration.precopy._thread = AtOnce()
+    ask_for_work(cell, threads, wanted)
+    run_from_now_on(cell, threads)
     copy_early(cell, "tp2")
     assert reads == [cell.epoch - 1] * 2 + [cell.epoch] * 2
     finish_move(cell)
@@ -332,13 +338,11 @@ def test_a_round_drafts_if_another_coordinator_wants_that(
     cell.retarget("tp2")
     order = order_of(cell)
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order)
-    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
+    ask_for_work(cell, threads, wanted)
     for thread in threads:
         thread.run()
-    cell.ask(wanted, ends=lambda: all(thread.calls for thread in threads))
-    for rank, thread in zip(cell.ranks, threads, strict=True):
-        thread.run()
-        rank.runtime.migration.precopy._thread = AtOnce()
+    ask_for_work(cell, threads, wanted)
+    run_from_now_on(cell, threads)
     drafting = PreCopyOrder(order.round, order.grants, drafts=True)
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=drafting)
     cell.ask(wanted, ends=lambda: is_over(cell, 1))
@@ -348,14 +352,18 @@ def test_a_round_drafts_if_another_coordinator_wants_that(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "call", "event"),
-    [(False, "plan_early_copies", "precopy_not_planned"), (True, None, "precopy_not_drafted")],
+    ("drafts", "module", "call", "event"),
+    [
+        (False, precopy, "plan_early_copies", "precopy_not_planned"),
+        (True, plan_ahead, "plan_move", "precopy_not_drafted"),
+    ],
 )
 def test_a_round_ends_if_a_plan_fails(
     threaded: tuple[CoreCell, list[PatientThread]],
     monkeypatch: pytest.MonkeyPatch,
     drafts: bool,
-    call: str | None,
+    module: ModuleType,
+    call: str,
     event: str,
 ) -> None:
     cell, threads = threaded
@@ -363,17 +371,12 @@ def test_a_round_ends_if_a_plan_fails(
     def fail(*_: object) -> None:
         raise ReshardError("there is no such plan.")
 
-    if call is not None:
-        monkeypatch.setattr(precopy, call, fail)
-    else:
-        monkeypatch.setattr(plan_ahead, "plan_move", fail)
+    monkeypatch.setattr(module, call, fail)
     cell.retarget("tp2")
     wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, drafts=drafts))
     with capture_logs() as logs:
         for _ in range(4):
-            cell.ask(
-                wanted, ends=lambda: all(thread.calls for thread in threads) or is_over(cell, 1)
-            )
+            ask_for_work(cell, threads, wanted)
             for thread in threads:
                 thread.run()
         cell.ask(wanted, ends=lambda: is_over(cell, 1))

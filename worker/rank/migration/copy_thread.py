@@ -39,7 +39,7 @@ class CopyThread:
         self._engine = engine
         self._thread: Executor = thread or AtOnce()
         if thread is None and not engine.is_synchronous:
-            self._thread = host.copy_thread(engine.copy_aside)
+            self._thread = host.thread("move", engine.copy_aside)
         self._host = host
         self._starts: list[Future[_Start]] = []
         self._concluded: list[Future[_Start]] = []

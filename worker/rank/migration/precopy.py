@@ -92,7 +92,7 @@ class PreCopy:
         self._copies = copies
         self._end_migration = end_migration
         is_inline = runtime.engine.is_synchronous
-        self._thread = AtOnce() if is_inline else runtime.host.plan_thread()
+        self._thread = AtOnce() if is_inline else runtime.host.thread("plan")
         """Reads and plans; copies never wait for that."""
         self.progress: PreCopyProgress | None = None
         """What the coordinator hears of it."""
