@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
+from coordinator.protocol.block_scales import ONLINE_BLOCKS, cut_by
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
 from coordinator.protocol.held_weights import KV_BYTES
 from coordinator.protocol.stored_quantization import (
@@ -23,7 +24,7 @@ from coordinator.protocol.stored_quantization import (
     stored_quantization,
 )
 
-ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
+ONLINE_FP8 = ("fp8_per_tensor", ONLINE_BLOCKS, "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 FP8_QUANTIZATIONS = ("fp8", "online", COMPRESSED, MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
@@ -164,8 +165,8 @@ def quantized_kv_refusal(name: str) -> str:
 def other_scales_refusal(name: str, widest: int = 1) -> str:
     """Return the sentence about quantized weights with other scales or types."""
     return refusal(
-        f"quantization {name!r} with other weights than fp8 of per-tensor or per-channel scales "
-        "(block scales do not fall on the borders of ranks)",
+        f"quantization {name!r} with other weights than fp8 of per-tensor, per-channel or block "
+        "scales,",
         _or_parts(_INSTEAD_OF_QUANTIZED, widest),
     )
 
@@ -319,6 +320,20 @@ def _quantization_refusals(
         yield packed_refusal(name, holding.widest)
     elif not _are_plain_fp8(stored):
         yield other_scales_refusal(name, holding.widest)
+    else:
+        yield from _block_refusals(config, stored, holding.widest)
+
+
+def _block_refusals(
+    config: Mapping[str, Any], stored: StoredQuantization, widest: int
+) -> Iterator[str]:
+    try:
+        cut = cut_by(config, stored, widest)
+    except ValueError as error:
+        yield f"the quantization in config.json: {error}. Get the file again."
+        return
+    if cut is not None:
+        yield f"{cut}: {_or_parts('use smaller --widths', widest)}."
 
 
 def _are_plain_fp8(stored: StoredQuantization) -> bool:
@@ -326,8 +341,7 @@ def _are_plain_fp8(stored: StoredQuantization) -> bool:
     if stored.method == MODELOPT:
         # If only the user names it, vLLM looks the algorithm up.
         return stored.algorithm == MODELOPT_FP8 or not stored.fields
-    is_in_blocks = bool(stored.fields.get("weight_block_size"))
-    return not is_in_blocks and all(map(_is_plain_fp8, stored.groups.values()))
+    return all(map(_is_plain_fp8, stored.groups.values()))
 
 
 def _is_plain_fp8(group: object) -> bool:
@@ -339,7 +353,7 @@ def _is_plain_fp8(group: object) -> bool:
     are_fp8 = all(
         each.get("num_bits") == 8 and each.get("type") == "float" for each in (weights, inputs)
     )
-    return are_fp8 and weights.get("strategy") in ("tensor", "channel")
+    return are_fp8 and weights.get("strategy") in ("tensor", "channel", "block")
 
 
 def _width_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Experts and fp8 KV on two GPUs compute what static vLLM does in every layout, also when moved.
+"""Experts, fp8 KV and block-scaled fp8 on two GPUs compute what static vLLM does in every layout.
+
+Tasks that move over switches do so as well.
 
 Tiny random checkpoints in bf16. Needs two NVIDIA GPUs and vLLM's CUDA build (fp8: compute
 capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` prints the errors.
@@ -17,6 +19,8 @@ from tests.harness.vllm.cuda_checkpoint import (
     check_moves,
     serving,
 )
+from tests.harness.vllm.quantized_models import KINDS as QUANTIZED
+from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -36,6 +40,7 @@ KINDS = {
     "mixtral": Kind("mixtral-8x7b"),
     "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
     "kv-scales": Kind("kv-scales"),
+    "fp8-block": Kind("fp8-block"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
 
@@ -45,7 +50,9 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
-    model, kv = model_of(kind.model, folder), kind.kv_cache_dtype
+    is_quantized = kind.model in QUANTIZED
+    model = write_quantized(folder, kind.model)[0] if is_quantized else model_of(kind.model, folder)
+    kv = kind.kv_cache_dtype
     with serving(folder, request.param, model, limits=kind.limits, kv_cache_dtype=kv) as up:
         yield up
 

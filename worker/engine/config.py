@@ -163,7 +163,7 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
         return refusal(
             f"quantization {name!r} together with --quantization-config", "leave the latter out"
         )
-    if not set(_weight_kinds(quant)) <= {"tensor", "channel", *ONLINE_FP8}:
+    if not set(_weight_kinds(quant)) <= {"tensor", "channel", "block", *ONLINE_FP8}:
         return other_scales_refusal(name, holding.widest)
     return None
 
@@ -188,13 +188,14 @@ def _weight_kinds(quant: Any) -> list[str]:
         return list(quant.args.targets.values())
     # Import here, where vLLM has imported it already: its dependencies take seconds.
     from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8Static128BlockSym,
         kFp8StaticChannelSym,
         kFp8StaticTensorSym,
     )
 
     spec = quant.args.linear
-    plain = spec is not None and spec.weight in (kFp8StaticTensorSym, kFp8StaticChannelSym)
-    return ["channel" if plain else "other"]
+    viewed = kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym
+    return ["channel" if spec is not None and spec.weight in viewed else "other"]
 
 
 def _scheme_kind(scheme: dict[str, Any]) -> str:

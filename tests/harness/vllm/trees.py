@@ -45,8 +45,14 @@ LINEARS = {
 FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
+BLOCK = 32
+"""Rows and columns of a block with one scale: a shard's heads are one."""
+
+
 def compressed(strategy: str, inputs: str, *, dynamic: bool) -> dict[str, Any]:
     """Compressed-tensors' configuration of fp8 weights and inputs with scales of these kinds."""
+    blocks = {"block_structure": [BLOCK, BLOCK]} if strategy == "block" else {}
+    groups = {"group_size": BLOCK} if inputs == "group" else {}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -55,8 +61,13 @@ def compressed(strategy: str, inputs: str, *, dynamic: bool) -> dict[str, Any]:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**FP8_NUMBERS, "strategy": strategy, "dynamic": False},
-                "input_activations": {**FP8_NUMBERS, "strategy": inputs, "dynamic": dynamic},
+                "weights": {**FP8_NUMBERS, **blocks, "strategy": strategy, "dynamic": False},
+                "input_activations": {
+                    **FP8_NUMBERS,
+                    **groups,
+                    "strategy": inputs,
+                    "dynamic": dynamic,
+                },
             }
         },
     }
@@ -68,6 +79,12 @@ QUANTIZATION: dict[str, Any] = {
     "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
     "channel": compressed("channel", "token", dynamic=True),
     "compressed-static": compressed("tensor", "tensor", dynamic=False),
+    "block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
+    "compressed-block": compressed("block", "group", dynamic=True),
     "modelopt": {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
@@ -77,6 +94,8 @@ QUANTIZATION: dict[str, Any] = {
 }
 
 
+BLOCK_SCALES = {"block": "weight_scale_inv", "compressed-block": "weight_scale"}
+"""Kinds with a scale per block -> how the checkpoint names them."""
 STATIC = ("fp8-static", "compressed-static", "modelopt")
 """Kinds with scales of activations in the checkpoint."""
 
@@ -132,6 +151,14 @@ def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def _stored(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     if kind == "plain":
         return {f"{name}.weight": weight}
+    if kind in BLOCK_SCALES:
+        size = weight.abs().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+        scales = size / FP8_MAX
+        each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return {
+            f"{name}.weight": (weight / each).to(FP8),
+            f"{name}.{BLOCK_SCALES[kind]}": scales,
+        }
     size = weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()
     scale = size / FP8_MAX
     stored = {f"{name}.weight": (weight / scale).to(FP8), f"{name}.weight_scale": scale}

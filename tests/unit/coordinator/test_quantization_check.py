@@ -52,7 +52,8 @@ def model(tmp_path: Path) -> Path:
     ("quantization", "sentence"),
     [
         ({"quant_method": "awq"}, "'awq', whose packed weights"),
-        ({"quant_method": "fp8", "weight_block_size": [1]}, "block sc"),
+        ({"quant_method": "fp8", "weight_block_size": [1]}, "not the rows and columns of a block"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, "not the rows and columns"),
         *(
             ({**COMPRESSED, "kv_cache_scheme": scheme}, "quantized KV cache of another kind")
             for scheme in OTHER_KV
@@ -113,8 +114,9 @@ def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
 PACKED: tuple[dict[str, Any], ...] = (
     {"quant_method": "awq"},
     {"quant_method": "gptq"},
-    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    {"quant_method": "fp8", "weight_block_size": [96, 128]},
 )
+"""The demo model's heads are of 32 numbers, which no rank has three of."""
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -133,9 +135,74 @@ def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
     for more in ({}, some):
         with pytest.raises(ConfigError, match="use --weight-parts 4 --borrow all, where"):
             check(model, **wide, **more)
+    alone: dict[str, Any] = {"device": device, "ranks": 1, "widths": [1], "layout": "dp1"}
+    if device == "cuda" and packed["quant_method"] == "fp8":
+        check(model, **alone)
+        return
     with pytest.raises(ConfigError, match=r"serve (the|a) bf16") as refused:
-        check(model, device=device, ranks=1, widths=[1], layout="dp1")
+        check(model, **alone)
     assert "--weight-parts" not in str(refused.value)
+
+
+def in_blocks(rows: int, columns: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": [rows, columns], **more}
+
+
+COMPRESSED_BLOCKS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "0": {
+            "targets": ["Linear"],
+            "weights": {**FP8, "strategy": "block", "block_structure": [128, 128]},
+            "input_activations": {**FP8, "strategy": "group", "dynamic": True},
+        }
+    },
+}
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
+"""With heads of 128 numbers, shares of up to four ranks are whole blocks of 128."""
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sizes", "cut"),
+    [
+        (in_blocks(128, 128), {}, None),
+        (COMPRESSED_BLOCKS, {}, None),
+        (in_blocks(256, 128), {}, "128 rows of keys"),
+        (in_blocks(128, 512), {}, "256 rows of queries"),
+        (in_blocks(128, 128), {"intermediate_size": 1280}, "320 inner features"),
+        (in_blocks(128, 128), {"head_dim": 64}, "64 rows of keys"),
+        (COMPRESSED_BLOCKS, {"head_dim": 64}, "64 rows of keys"),
+        # Experts are whole in every rank.
+        (in_blocks(128, 128), {"intermediate_size": 1280, "num_experts": 8}, None),
+        # Perhaps these are not quantized: the layers tell.
+        (in_blocks(128, 128, modules_to_not_convert=["k_proj"]), {"head_dim": 64}, None),
+        (
+            in_blocks(128, 128, modules_to_not_convert=["lm_head"]),
+            {"head_dim": 64},
+            "64 rows of keys",
+        ),
+        ({**COMPRESSED_BLOCKS, "ignore": ["re:.*attn"]}, {"head_dim": 64}, None),
+    ],
+)
+def test_blocks_are_viewed_where_no_border_of_a_rank_cuts_them(
+    model: Path, quantization: dict[str, Any], sizes: dict[str, Any], cut: str | None
+) -> None:
+    change(model, **{"head_dim": 128, **SIZES, **sizes}, quantization_config=quantization)
+    wide: dict[str, Any] = {"device": "cuda", "ranks": 4, "widths": [1, 2, 4], "layout": "dp4"}
+    check(model, device="cuda", ranks=4, widths=[1], layout="dp4")
+    if cut is None:
+        check(model, **wide)
+        return
+    with pytest.raises(ConfigError, match=f"width 4 gives each rank {cut} of a layer, which cuts"):
+        check(model, **wide)
+
+
+def test_blocks_that_vllm_makes_are_cut_as_well(model: Path) -> None:
+    words = "--quantization", "fp8_per_block"
+    cell: dict[str, Any] = {"device": "cuda", "ranks": 2, "layout": "dp2"}
+    with pytest.raises(ConfigError, match="64 rows of keys of a layer, which cuts blocks of 128"):
+        check(model, *words, **cell, widths=[1, 2])
+    check(model, *words, **cell, widths=[1])
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])

@@ -18,6 +18,7 @@ from vllm.distributed import parallel_state
 
 from comm_pool.loans import loan_plan
 from tests.harness.faults import poisoned_ring
+from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
 from tests.harness.vllm.shared_parts import EXPERTS, SharedParts, output_of, outputs
 from tests.harness.vllm.trees import HEAD, HEADS, HIDDEN, INNER, VOCAB, Trees, tree_process
 from tests.harness.vllm.trees import write_and_name as write
@@ -54,7 +55,7 @@ PIECES = 2
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("borrowed")
-    with tree_process(folder):
+    with tree_process(folder), triton_blocks_on_cpu():
         yield folder
 
 
@@ -157,7 +158,8 @@ def test_units_in_parts_give_what_whole_ones_give(trees: Trees, parts: int, borr
 
 
 @pytest.mark.parametrize(
-    ("kind", "error_max"), [("fp8", 0.05), ("fp8-static", 0.01), ("channel", 0.05)]
+    ("kind", "error_max"),
+    [("fp8", 0.05), ("fp8-static", 0.01), ("channel", 0.05), ("block", 0.01)],
 )
 def test_quantized_units_in_parts_give_what_whole_ones_give(
     process: Path, kind: str, error_max: float

@@ -306,6 +306,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8_per_channel", online("fp8_per_channel")),
         ("compressed-tensors", scheme("tensor")),
         ("compressed-tensors", scheme("channel")),
+        ("fp8", named("fp8", weight_block_size=[128, 128])),
+        ("fp8_per_block", online("fp8_per_block")),
+        ("compressed-tensors", scheme("block")),
     ],
 )
 def test_plain_fp8_is_taken(name: str, quant: Any) -> None:
@@ -322,9 +325,7 @@ def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> 
 @pytest.mark.parametrize(
     ("name", "quant", "why"),
     [
-        ("fp8", named("fp8", weight_block_size=[128, 128]), "block scales"),
-        ("fp8_per_block", online("fp8_per_block"), "block scales"),
-        ("compressed-tensors", scheme("block"), "block scales"),
+        ("compressed-tensors", scheme("group"), "block scales"),
         ("compressed-tensors", scheme("channel", kind="int"), "other weights than fp8"),
         ("compressed-tensors", scheme("group", bits=4, kind="int"), "other weights than fp8"),
         ("compressed-tensors", scheme("channel", inputs=False), "other weights than fp8"),

@@ -1,4 +1,4 @@
-"""Triton's kernels under its interpreter: fused RoPE, silu, the fp8 GEMM and the one that
+"""Triton's kernels under its interpreter: fused RoPE, silu, the fp8 GEMMs and the one that
 drains.
 
 The interpreter must be chosen before triton's first import, so all cases have one process of their
@@ -11,7 +11,13 @@ from tests.harness.vllm.interpreted import LIMIT_S, run_cases
 
 pytest.importorskip("vllm")
 
-FEWEST = {"fp8_cases.py": 48, "rope_cases.py": 52, "silu_cases.py": 40, "drain_cases.py": 4}
+FEWEST = {
+    "fp8_cases.py": 48,
+    "rope_cases.py": 52,
+    "silu_cases.py": 40,
+    "drain_cases.py": 4,
+    "block_cases.py": 9,
+}
 """Cases that must have passed: an empty run proves nothing."""
 FEWEST_LONG = {"fp8_cases.py": 35}
 

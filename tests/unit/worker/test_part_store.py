@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
+from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.stored_trees import check_same, end_process
 from tests.harness.vllm.trees import CPU, experts_process, write_and_name
@@ -23,7 +24,7 @@ from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import load_replica, loading_plan
 
 RANKS = PARTS
-KINDS = ("plain", "fp8", "fp8-static", "channel", "moe")
+KINDS = ("plain", "fp8", "fp8-static", "channel", "block", "compressed-block", "moe")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
-    with experts_process(folder):
+    with experts_process(folder), triton_blocks_on_cpu():
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""vLLM adapter: fp8 weights with per-tensor or per-channel scales, viewed per rank like any other.
+"""vLLM adapter: fp8 weights, viewed per rank like any other; with block scales by fp8_blocks.py.
 
 After vLLM's post-processing an fp8 weight is (K, N) with strides (1, K): in and out features. A
 column-parallel share is a contiguous range of N, which vLLM's kernels accept. A row-parallel share
@@ -10,6 +10,7 @@ vLLM's own kernels.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from vllm.model_executor.kernels.linear import (
     ChannelWiseTorchFP8ScaledMMLinearKernel,
     CutlassFP8ScaledMMLinearKernel,
     FlashInferFP8ScaledMMLinearKernel,
+    Fp8BlockScaledMMLinearKernel,
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
     PerTensorTorchFP8ScaledMMLinearKernel,
@@ -31,7 +33,18 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from worker.engine.weights.fp8_blocks import (
+    PLAIN_BLOCK_KERNELS,
+    check_blocks,
+    check_share,
+    keep_scales_by_inputs,
+    share_of_blocks,
+    view_block_kernel,
+)
 from worker.engine.weights.layers import ViewError, own_range
+
+Fp8Kernel: TypeAlias = FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel
+"""vLLM's kernels of fp8 weights with few scales, or with one per block."""
 
 UNPACKED_KERNELS = (
     CutlassFP8ScaledMMLinearKernel,
@@ -64,12 +77,12 @@ They cover each bucket of our kernel, which this compiles, and both paths for ma
 """
 
 
-def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
+def kernel_of(layer: nn.Module) -> Fp8Kernel | None:
     """Return the fp8 kernel of a linear layer; None if it has none that we know."""
     for owner in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
         for name in ("fp8_linear", "kernel"):
             kernel = getattr(owner, name, None)
-            if isinstance(kernel, FP8ScaledMMLinearKernel):
+            if isinstance(kernel, (FP8ScaledMMLinearKernel, Fp8BlockScaledMMLinearKernel)):
                 return kernel
     return None
 
@@ -84,16 +97,24 @@ def is_quantized(layer: nn.Module) -> bool:
 def check_quantized(name: str, layer: LinearBase) -> None:
     """Refuse a loaded layer whose weight is not a plain fp8 matrix (K, N) of strides (1, K).
 
+    With block scales it is (N, K), as the checkpoint has it.
+
     Raises:
         ViewError: with the layer's name, why, and what to serve instead.
     """
     kernel = kernel_of(layer)
+    # A fused silu-and-quantize would pass its result in a form whose shape cannot be undone.
+    layer.requires_unquantized_input = isinstance(layer, RowParallelLinear)
+    if isinstance(kernel, PLAIN_BLOCK_KERNELS):
+        check_blocks(name, layer, kernel)
+        keep_scales_by_inputs(layer)
+        return
     instead = "serve a bf16 checkpoint, also with --quantization fp8_per_channel on Hopper GPUs."
     if kernel is None or type(kernel) not in UNPACKED_KERNELS:
         found = type(layer.quant_method if kernel is None else kernel).__name__
         raise ViewError(
-            f"layer {name} computes with {found}, which packs or block-scales its weights, "
-            f"so they cannot be viewed per rank: {instead}"
+            f"layer {name} computes with {found}, which packs its weights, so they cannot be "
+            f"viewed per rank: {instead}"
         )
     # Of a layer in several parts, the rank has loaded one.
     shape = layer.input_size_per_partition, layer.output_size_per_partition
@@ -104,8 +125,6 @@ def check_quantized(name: str, layer: LinearBase) -> None:
             f"layer {name} has a {weight.dtype} weight of shape {tuple(weight.shape)} and strides "
             f"{weight.stride()}, not a plain fp8 matrix of shape {shape}: {instead}"
         )
-    # A fused silu-and-quantize would pass its result in a form whose shape cannot be undone.
-    layer.requires_unquantized_input = isinstance(layer, RowParallelLinear)
 
 
 def strided_scaled_mm(
@@ -222,7 +241,7 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
 class ViewedFp8Method(LinearMethodBase):
     """A tp tree's linear method over weights that the replica's method has processed."""
 
-    def __init__(self, kernel: FP8ScaledMMLinearKernel) -> None:
+    def __init__(self, kernel: Fp8Kernel) -> None:
         self.fp8_linear = kernel
 
     def create_weights(self, layer: nn.Module, *args: object, **kwargs: object) -> None:
@@ -236,7 +255,8 @@ class ViewedFp8Method(LinearMethodBase):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(T, K) -> (T, N)."""
-        return self.fp8_linear.apply_weights(layer, x, bias)
+        out: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
+        return out
 
 
 def adopt_methods(tree: nn.Module, replica: nn.Module) -> None:
@@ -268,10 +288,12 @@ def adopt_attention(module: Attention, source: nn.Module) -> None:
             setattr(module, scale, getattr(source, scale))
 
 
-def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> FP8ScaledMMLinearKernel:
+def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> Fp8Kernel:
     """Return the kernel for a share: vLLM's for a range of N, ours for a range of K."""
     chosen, whole = kernel_of(module), kernel_of(source)
     assert whole is not None, "check_quantized has seen the replica's kernel."
+    if isinstance(whole, Fp8BlockScaledMMLinearKernel):
+        return view_block_kernel(name, module, source, chosen)
     if isinstance(module, RowParallelLinear):
         return StridedFp8Kernel(whole.config, whole.layer_param_names, source.weight.device)
     if chosen is None or type(chosen) is not type(whole):
@@ -291,10 +313,13 @@ def bind_quantized(
     """Give a tree's layer its share of the replica's processed parameters, as views.
 
     Raises:
-        ViewError: if a share would need padding.
+        ViewError: if a share would need padding, or cuts blocks that have one scale.
     """
     shape = (module.input_size_per_partition, module.output_size_per_partition)
-    if any(size % ALIGNMENT for size in shape):
+    in_blocks = isinstance(kernel_of(source), Fp8BlockScaledMMLinearKernel)
+    if in_blocks:
+        check_share(name, module, source, width)
+    elif any(size % ALIGNMENT for size in shape):
         raise ViewError(
             f"layer {name} has {shape[0]} inputs and {shape[1]} outputs per rank in width {width}; "
             f"fp8 kernels need multiples of {ALIGNMENT}: use smaller --widths or a bf16 checkpoint."
@@ -302,10 +327,14 @@ def bind_quantized(
     module._parameters.clear()
     for each, param in source._parameters.items():
         share = None
-        if param is not None:
-            share = Parameter(share_of(module, each, param.data, width, rank), requires_grad=False)
-        module._parameters[each] = share
-    assert tuple(module.weight.shape) == shape, f"{name} has a share of {module.weight.shape}."
+        if param is not None and in_blocks:
+            share = share_of_blocks(module, source, each, width, rank)
+        elif param is not None:
+            share = share_of(module, each, param.data, width, rank)
+        made = None if share is None else Parameter(share, requires_grad=False)
+        module._parameters[each] = made
+    found = tuple(module.weight.shape)
+    assert found == (shape[::-1] if in_blocks else shape), f"{name} has a share of {found}."
     for each, value in vars(source).items():
         # Such as `input_scale = None`, set by post-processing.
         if not hasattr(module, each):

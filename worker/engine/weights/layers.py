@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.parameter import PerTensorScaleParameter
+from vllm.model_executor.parameter import BlockQuantScaleParameter, PerTensorScaleParameter
 
 Output: TypeAlias = "torch.Tensor | tuple[torch.Tensor, Parameter | None]"
 """What a linear layer gives: its rows, and beside them a bias to add if the model asks for one."""
@@ -198,6 +198,24 @@ def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], c
         param.data[part::count].copy_(scale)
 
 
+def check_borders(layer: LinearBase, sizes: Sequence[int]) -> None:
+    """Refuse a fused layer whose shards cut blocks that have one scale; `sizes` are a shard's."""
+    block: Sequence[int] | None = getattr(layer, "weight_block_size", None)
+    if block is not None and any(size % block[0] for size in sizes):
+        raise ViewError(
+            f"layer {layer.prefix} has blocks of {block[0]} rows with one scale, and shards of "
+            f"{', '.join(map(str, sizes))} rows would cut them: use smaller --widths, or "
+            "--weight-parts with --borrow all, where no rank views weights."
+        )
+
+
+def rows_per_shard(layer: LinearBase, param: Parameter, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shard's rows of a parameter; block scales have one for each block of rows."""
+    if not isinstance(param, BlockQuantScaleParameter):
+        return sizes
+    return tuple(size // layer.weight_block_size[0] for size in sizes)
+
+
 def with_rows(out: Output, change: Callable[[torch.Tensor], torch.Tensor]) -> Output:
     """Change the rows that a layer gives, in whichever form it gives them."""
     return (change(out[0]), out[1]) if isinstance(out, tuple) else change(out)
@@ -239,6 +257,8 @@ class ShardMajorQKV(QKVParallelLinear):
             for number, size in enumerate(self.output_sizes)
         ]
         spread_scales(self, self.shard_sizes, held)
+        if not plan.unviewed:
+            check_borders(self, self.shard_sizes)
         self.reorders = True
 
     def weight_loader_v2(
@@ -257,7 +277,7 @@ class ShardMajorQKV(QKVParallelLinear):
         if self.plan.unviewed:
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             return
-        shards, sizes = self.plan.shards, self.shard_sizes
+        shards, sizes = self.plan.shards, rows_per_shard(self, param, self.shard_sizes)
         if isinstance(param, PerTensorScaleParameter):
             parts = range(3) if loaded_shard_id is None else ["qkv".index(loaded_shard_id)]
             place_scales(param, loaded_weight, parts, 3)
@@ -320,6 +340,8 @@ class ShardMajorMerged(MergedColumnParallelLinear):
                 )
         self.shard_sizes = tuple(size // self.plan.shards for size in self.output_sizes)
         spread_scales(self, self.shard_sizes, self.plan.held)
+        if not plan.unviewed:
+            check_borders(self, self.shard_sizes)
         self.row_wise = False
 
     def weight_loader_v2(
@@ -344,7 +366,7 @@ class ShardMajorMerged(MergedColumnParallelLinear):
         if self.plan.unviewed:
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             return
-        shards, sizes = self.plan.shards, self.shard_sizes
+        shards, sizes = self.plan.shards, rows_per_shard(self, param, self.shard_sizes)
         ids: Sequence[int]
         if loaded_shard_id is None:
             ids = range(len(sizes))

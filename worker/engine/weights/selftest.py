@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from worker.engine.weights.fp8 import is_quantized, kernel_of
+from worker.engine.weights.fp8_blocks import block_of, block_scales, layer_block
 from worker.engine.weights.layers import (
     ShardMajorMerged,
     ShardMajorQKV,
@@ -233,6 +235,11 @@ def _as_computed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     kernel = kernel_of(layer)
     if kernel is None:
         return x.float()
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        # A kernel that quantizes by itself has one beside it that does as vLLM does elsewhere.
+        quantized, scales = getattr(kernel, "fallback", kernel).quant_fp8(x)
+        columns = block_of(kernel)[1]
+        return quantized.float() * scales.repeat_interleave(columns, 1)[:, : x.shape[1]]
     _, _, scale, bound = kernel._get_layer_params(layer)
     quantized, scales = kernel.quant_fp8(x, scale, bound)
     return quantized[: x.shape[0]].float() * scales
@@ -285,21 +292,37 @@ def _copies(
     source: nn.Module, rows: torch.Tensor, columns: torch.Tensor, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, fp32 copy of these rows and columns) in pieces, one alive at a time."""
-    weight, scale = source.weight.data, None
-    if is_quantized(source):
+    weight, is_scaled = source.weight.data, is_quantized(source)
+    if is_scaled:
         # As bytes, because not every device gathers fp8.
-        weight, scale = weight.t().view(torch.uint8), source.weight_scale.data
+        weight = (weight if _has_blocks(source) else weight.t()).view(torch.uint8)
     first, last = int(columns[0]), int(columns[-1]) + 1
     step = max(1, COPY_ELEMENTS // len(columns))
     for start in range(0, len(rows), step):
         taken = rows[start : start + step].to(device)
         copy = weight[:, first:last].index_select(0, taken).contiguous()
-        if scale is None:
-            yield start, copy.float()
-        else:
-            factors = scale.reshape(-1, 1)
-            factors = factors.index_select(0, taken) if len(factors) > 1 else factors
+        if is_scaled:
+            factors = _factors_of(source, taken, first, last)
             yield start, copy.view(torch.float8_e4m3fn).float() * factors
+        else:
+            yield start, copy.float()
+
+
+def _has_blocks(layer: nn.Module) -> bool:
+    return isinstance(kernel_of(layer), Fp8BlockScaledMMLinearKernel)
+
+
+def _factors_of(source: nn.Module, rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return what these rows and this range of columns of a weight are scaled by.
+
+    It has one column or all, and one row or all.
+    """
+    if _has_blocks(source):
+        height, width = layer_block(source)
+        taken = block_scales(source).index_select(0, rows // height)
+        return taken.repeat_interleave(width, 1)[:, first:last]
+    factors: torch.Tensor = source.weight_scale.data.reshape(-1, 1)
+    return factors.index_select(0, rows) if len(factors) > 1 else factors
 
 
 def _bias_of(source: nn.Module, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:

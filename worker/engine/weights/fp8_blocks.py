@@ -1,0 +1,165 @@
+"""vLLM adapter: fp8 weights with a scale per block, viewed where ranks' borders fall on blocks.
+
+vLLM leaves such a weight as it is loaded, (N, K) with K contiguous, beside fp32 scales of
+(N / rows, K / columns of a block). A column-parallel share is a range of rows of both, which every
+kernel takes. A row-parallel share (o_proj, down_proj) is a range of K, so its rows lie as far apart
+as the replica's. DeepGEMM gives that distance to the copy engine, and vLLM's Triton kernel takes
+strides; CUTLASS assumes packed rows, so the Triton kernel takes its place. DeepGEMM wants the
+scales in one piece or transposed so: a replica keeps those of its row-parallel layers transposed
+beside the others (1/4,096 of the weight's bytes), where a range of K is one piece.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear import (
+    BlockWiseTorchFP8ScaledMMLinearKernel,
+    CutlassFp8BlockScaledMMKernel,
+    DeepGemmFp8BlockScaledMMKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    Fp8BlockScaledMMLinearKernel,
+    TritonFp8BlockScaledMMKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import FP8BlockParams
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+
+from worker.engine.weights.layers import ViewError, own_range
+
+PLAIN_BLOCK_KERNELS = (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    DeepGemmFp8BlockScaledMMKernel,
+    CutlassFp8BlockScaledMMKernel,
+    TritonFp8BlockScaledMMKernel,
+    BlockWiseTorchFP8ScaledMMLinearKernel,
+)
+"""vLLM kernels that keep a block-scaled weight and its scales as loaded."""
+
+STRIDED_BLOCK_KERNELS = (DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
+"""Those that honour the distance between a weight's rows."""
+
+BY_INPUTS = "scales_by_inputs"
+"""Name of a row-parallel layer's buffer of scales, (K / columns, N / rows of a block)."""
+
+
+def block_of(kernel: Fp8BlockScaledMMLinearKernel) -> tuple[int, int]:
+    """Return the rows and columns of a block."""
+    return kernel.weight_group_shape.row, kernel.weight_group_shape.col
+
+
+def scale_name(layer: nn.Module) -> str:
+    """Return the name of a layer's parameter with block scales."""
+    return str(FP8BlockParams.from_layer(layer).block_scale_attr)
+
+
+def block_scales(layer: nn.Module) -> torch.Tensor:
+    """Return the block scales of a layer, (N / rows, K / columns of a block) fp32."""
+    found: torch.Tensor = FP8BlockParams.from_layer(layer).block_scale.data
+    return found
+
+
+def check_blocks(name: str, layer: LinearBase, kernel: Fp8BlockScaledMMLinearKernel) -> None:
+    """Refuse a loaded layer whose weight or scales are not as a checkpoint has them.
+
+    Raises:
+        ViewError: with the layer's name, and what to serve instead.
+    """
+    shape = layer.output_size_per_partition, layer.input_size_per_partition
+    blocks = tuple(-(-size // block) for size, block in zip(shape, block_of(kernel), strict=True))
+    weight, scales = layer.weight, block_scales(layer)
+    plain = tuple(weight.shape) == shape and weight.is_contiguous()
+    plain_scales = tuple(scales.shape) == blocks and scales.dtype == torch.float32
+    if weight.dtype != torch.float8_e4m3fn or not (plain and plain_scales):
+        raise ViewError(
+            f"layer {name} has a {weight.dtype} weight of shape {tuple(weight.shape)} with "
+            f"{scales.dtype} scales of shape {tuple(scales.shape)}, not a plain fp8 matrix of "
+            f"shape {shape} with fp32 scales of shape {blocks}: use --weight-parts with --borrow "
+            "all, where no rank views weights, or serve a bf16 checkpoint."
+        )
+
+
+def keep_scales_by_inputs(layer: LinearBase) -> None:
+    """Keep a loaded row-parallel layer's scales transposed too, so that a range of K is one piece.
+
+    A layer of a process before has them already.
+    """
+    if isinstance(layer, RowParallelLinear) and BY_INPUTS not in layer._buffers:
+        layer.register_buffer(BY_INPUTS, block_scales(layer).t().contiguous(), persistent=False)
+
+
+def view_block_kernel(
+    name: str, module: LinearBase, source: LinearBase, chosen: object
+) -> Fp8BlockScaledMMLinearKernel:
+    """Return the kernel for a share: the one that vLLM has chosen for it, if it takes the view.
+
+    Raises:
+        ViewError: if the kernel wants weights in another form than the loaded ones.
+    """
+    if not isinstance(chosen, PLAIN_BLOCK_KERNELS):
+        raise ViewError(
+            f"layer {name}: vLLM computes a share of it with {type(chosen).__name__}, which packs "
+            "weights: choose another kernel with --linear-backend, such as cutlass."
+        )
+    own: Any = chosen
+    if _is_range_of_inputs(module, source):
+        if isinstance(own, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+            own = own.fallback
+        if not isinstance(own, STRIDED_BLOCK_KERNELS):
+            own = TritonFp8BlockScaledMMKernel(own.config)
+    kernel: Fp8BlockScaledMMLinearKernel = own
+    return kernel
+
+
+def share_of_blocks(
+    module: LinearBase, source: LinearBase, name: str, width: int, rank: int
+) -> torch.Tensor:
+    """Return a rank's share of a parameter of the replica, or of its part.
+
+    Column-parallel: a range of rows of the weight (N, K), of the scales and of a bias (N,).
+    Row-parallel: a range of K of weight and scales.
+    """
+    full: torch.Tensor = source._parameters[name].data
+    is_scale = name == scale_name(source)
+    if name not in ("weight", "bias") and not is_scale:
+        return full
+    rows, columns = layer_block(module)
+    if isinstance(module, ColumnParallelLinear):
+        size = module.output_size_per_partition
+        return own_range(full, 0, width, rank, size // rows if is_scale else size)
+    if name == "bias" or not _is_range_of_inputs(module, source):
+        return full
+    size = module.input_size_per_partition
+    if is_scale:
+        return own_range(source._buffers[BY_INPUTS], 0, width, rank, size // columns).t()
+    return own_range(full, 1, width, rank, size)
+
+
+def check_share(name: str, module: LinearBase, source: LinearBase, width: int) -> None:
+    """Refuse a share whose borders cut blocks.
+
+    Raises:
+        ViewError: names the layer and the width.
+    """
+    rows, columns = layer_block(module)
+    for what, block, share, whole in (
+        ("outputs", rows, module.output_size_per_partition, source.output_size_per_partition),
+        ("inputs", columns, module.input_size_per_partition, source.input_size_per_partition),
+    ):
+        if share != whole and share % block:
+            raise ViewError(
+                f"layer {name} has {share} {what} per rank in width {width}, which cuts blocks of "
+                f"{block} with one scale: use smaller --widths, or --weight-parts with --borrow "
+                "all, where no rank views weights."
+            )
+
+
+def layer_block(layer: LinearBase) -> tuple[int, int]:
+    """Return the rows and columns of a block of a layer's weight."""
+    rows, columns = layer.weight_block_size
+    return rows, columns
+
+
+def _is_range_of_inputs(module: LinearBase, source: LinearBase) -> bool:
+    """Return whether a share's weight is a range of the columns of what the rank has loaded."""
+    sizes = [each.input_size_per_partition for each in (module, source)]
+    return isinstance(module, RowParallelLinear) and sizes[0] != sizes[1]
