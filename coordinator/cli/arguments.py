@@ -349,6 +349,7 @@ def _add_plan(commands: "Commands") -> None:
         ("gpu-memory-utilization", float, "SHARE"),
         ("dtype", str, "TYPE"),
         ("quantization", str, "NAME"),
+        ("kv-cache-dtype", str, "TYPE"),
         ("max-num-seqs", int, "N"),
         ("max-num-batched-tokens", str, "N"),
         ("kv-cache-memory-bytes", str, "BYTES"),

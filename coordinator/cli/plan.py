@@ -43,7 +43,7 @@ RANKS_MAX = 64
 SHORTEST_LENGTH = 1_024
 """No shorter requests are advised, in tokens."""
 OPTIONS = (
-    *("max_model_len", "gpu_memory_utilization", "dtype", "quantization"),
+    *("max_model_len", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"),
 )
 """Options of vLLM that change sizes, as `aileron plan` has them too."""

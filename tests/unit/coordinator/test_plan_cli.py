@@ -63,6 +63,18 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in shown
 
 
+def test_kv_of_fp8_takes_half_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [QWEN, "--gpus", "2", "--memory", "80"]
+    tokens = []
+    for given in ([], ["--kv-cache-dtype", "fp8"]):
+        assert main(["plan", *words, *given]) == 0
+        shown = capsys.readouterr().out
+        assert ("128 KiB of KV" if given else "256 KiB of KV") in shown
+        row = next(line for line in shown.splitlines() if line.startswith("all weights"))
+        tokens.append(int(row.split()[-2].replace(",", "")))
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
