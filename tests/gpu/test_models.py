@@ -19,7 +19,7 @@ from tests.harness.vllm.cuda_checkpoint import (
     check_moves,
     serving,
 )
-from tests.harness.vllm.quantized_models import KINDS as QUANTIZED
+from tests.harness.vllm.quantized_models import CONFIGS as QUANTIZED
 from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.tiny_models import model_of
 
@@ -41,6 +41,7 @@ KINDS = {
     "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
     "kv-scales": Kind("kv-scales"),
     "fp8-block": Kind("fp8-block"),
+    "fp8-block-moe": Kind("fp8-block-moe"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
 

@@ -120,8 +120,21 @@ def replica_config(config: Config) -> VllmConfig:
     args = parser.parse_args(engine_arguments(config))
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     cell = config.cell
-    _refuse_unsupported(vllm_config, Holding(max(cell.widths), cell.weight_parts, cell.borrow))
+    holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
+    _refuse_unsupported(vllm_config, holding)
+    views_experts = vllm_config.model_config.is_moe and not holding.is_unviewed
+    if views_experts and quantizes_weights(vllm_config):
+        choose_expert_backend(vllm_config)
     return vllm_config
+
+
+def choose_expert_backend(config: VllmConfig) -> None:
+    """Choose the kernel of quantized experts, if the user does not, so that ranks can view them.
+
+    vLLM itself chooses by the width, and may choose one that packs weights.
+    """
+    if config.kernel_config.moe_backend == "auto":
+        config.kernel_config.moe_backend = "triton"
 
 
 def _names_kv_bytes(given: Sequence[GivenOption]) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.harness.vllm.tiny_models import LONG, make_model, model_of
 
@@ -30,6 +30,9 @@ SHAPES: dict[str, Any] = {
         **{**LONG, "num_key_value_heads": 1}, head_dim=32, tie_word_embeddings=True
     ),
     "fp8-block": LlamaConfig(**WIDE, tie_word_embeddings=False),
+    "fp8-block-moe": Qwen3MoeConfig(
+        **WIDE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128
+    ),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {
@@ -53,23 +56,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = tuple(CONFIGS)
+"""Those of dense models."""
+GATES = [f"model.layers.{layer}.mlp.gate" for layer in range(WIDE["num_hidden_layers"])]
+CONFIGS["fp8-block-moe"] = {**CONFIGS["fp8-block"], "modules_to_not_convert": ["lm_head", *GATES]}
 
 
 def write_quantized(folder: Path, kind: str) -> tuple[Path, Path]:
     """Write a model of a kind; returns its folder, and that of the plain one."""
     plain, quantized = folder / f"{kind}-plain", folder / kind
-    model = make_model(plain, SHAPES[kind])
+    make_model(plain, SHAPES[kind])
     stored: dict[str, torch.Tensor] = {}
-    state = dict(model.state_dict())
+    # A checkpoint has each expert by itself; the model may have them in one tensor.
+    state = load_file(plain / "model.safetensors")
     for name, weight in state.items():
         if "layers." in name and name.endswith("proj.weight"):
             parts, meant = QUANTIZE[kind](weight)
             layer = name.removesuffix(".weight")
             stored |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
             weight.copy_(meant)
-        elif not (name.startswith("lm_head") and model.config.tie_word_embeddings):
+        else:
             stored[name] = weight.clone()
-    model.save_pretrained(plain)
+    save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(plain, quantized)
     save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
@@ -80,7 +87,7 @@ def write_quantized(folder: Path, kind: str) -> tuple[Path, Path]:
 
 def plain_model(name: str, folder: Path) -> Path:
     """The model of a name; of a quantized one, that with the weights which it means."""
-    return write_quantized(folder, name)[1] if name in KINDS else model_of(name, folder)
+    return write_quantized(folder, name)[1] if name in CONFIGS else model_of(name, folder)
 
 
 def _packed(values: torch.Tensor, order: tuple[int, ...] = tuple(range(PER_WORD))) -> torch.Tensor:
@@ -138,4 +145,4 @@ def _fp8_block(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Ten
     return {"weight": values.flatten(2, 3).flatten(0, 1), "weight_scale_inv": scales}, meant
 
 
-QUANTIZE = {"awq": _awq, "gptq": _gptq, "fp8-block": _fp8_block}
+QUANTIZE = {"awq": _awq, "gptq": _gptq, "fp8-block": _fp8_block, "fp8-block-moe": _fp8_block}

@@ -1,5 +1,8 @@
 """What a test compares of a tree that was stored and the tree that another process finds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
@@ -13,6 +16,18 @@ Tensors = dict[tuple[str, str, str], torch.Tensor]
 def end_process() -> None:
     """Let the trees built next share no module with those before: they are of another process."""
     _ROPE_DICT.clear()
+
+
+@contextmanager
+def other_process() -> Iterator[None]:
+    """Let the trees built inside share no module with those before and after."""
+    own = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(own)
 
 
 def tensors(tree: nn.Module) -> Tensors:

@@ -123,7 +123,7 @@ def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
             name = prefix + part
             if name[-6:] in ("q_proj", "k_proj", "v_proj"):
                 tensors[f"{name}.bias"] = random(shape[0]) * 20
-            tensors.update(_stored(name, weight, kind))
+            tensors.update(stored_as(name, weight, kind))
         if kind == "modelopt":
             for number, each in enumerate("kv", 1):
                 scale = torch.tensor(0.01 * number + 0.1 * layer)
@@ -148,7 +148,8 @@ def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _stored(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+def stored_as(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint of a kind has of one weight."""
     if kind == "plain":
         return {f"{name}.weight": weight}
     if kind in BLOCK_SCALES:

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from worker.engine.weights.fp8 import adopt_attention
+from worker.engine.weights.fp8_experts import backend_of, make_kernel
 from worker.engine.weights.layers import ShardMajorQKV, ShardPlan, ViewError, building
 from worker.engine.weights.moe import is_shared, real_expert_maps
 from worker.engine.weights.part_memory import TensorPlace, Unit, UnitKind, put_tensor
@@ -79,6 +80,9 @@ class BorrowedUnit:
                 layer.reduce_results = False
         for place, tensor in part.tensors:
             put_tensor(made[place.layer], place, tensor)
+        for layer in made.values():
+            if isinstance(layer, RoutedExperts) and backend_of(layer) is not None:
+                make_kernel(layer)
         return made
 
 

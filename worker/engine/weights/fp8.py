@@ -241,6 +241,8 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
 class ViewedFp8Method(LinearMethodBase):
     """A tp tree's linear method over weights that the replica's method has processed."""
 
+    supports_pre_processed_weights = True
+
     def __init__(self, kernel: Fp8Kernel) -> None:
         self.fp8_linear = kernel
 

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.platforms import current_platform
 
 from coordinator.protocol.model_support import experts_refusal
+from worker.engine.weights.fp8_experts import backend_of, bind_fp8_experts, check_fp8_experts
 from worker.engine.weights.layers import ViewError, builds_unviewed, own_range
 
 PROOF_TOKENS = (8, 256)
@@ -57,6 +58,10 @@ class RankedExperts(RoutedExperts):
         return super().forward_modular(x, topk_weights, topk_ids, *rest, **named)
 
 
+# compressed-tensors checkpoints select experts by whether their class name contains this.
+RankedExperts.__name__ += RoutedExperts.__name__
+
+
 @GateLinear.register_oot
 class PlainGate(GateLinear):
     """A router's gate that keeps its weight: packed by vLLM's CPU backend, no memory holds it."""
@@ -81,10 +86,12 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
 def check_experts(name: str, experts: RoutedExperts) -> None:
     """Refuse experts whose memory is unknown to us."""
     method = experts.quant_method
-    if not isinstance(method, UnquantizedFusedMoEMethod):
+    if backend_of(experts) is not None:
+        check_fp8_experts(name, experts)
+    elif not isinstance(method, UnquantizedFusedMoEMethod):
         raise ViewError(
-            f"layer {name} has quantized experts, which cannot be viewed per rank yet: serve the "
-            "bf16 checkpoint."
+            f"layer {name} has quantized experts of another kind than fp8, which cannot be viewed "
+            "per rank yet: serve a checkpoint of bf16 or fp8."
         )
     if method.is_monolithic:
         raise ViewError(
@@ -115,6 +122,9 @@ def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int,
             f"layer {name} has experts with biases, of which vLLM's CPU kernel computes all or "
             "none: use --widths 1, or serve on CUDA."
         )
+    if backend_of(full) is not None:
+        bind_fp8_experts(name, own, full, width, rank)
+        return
     for param_name, param in list(own._parameters.items()):
         if param is None:
             continue

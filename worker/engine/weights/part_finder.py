@@ -27,6 +27,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from comm_pool.cpu.cell_memory import CellMemory
 from worker.engine.weights.checksums import checksum, numbers_of
 from worker.engine.weights.fp8 import ViewedFp8Method, is_quantized, kernel_of
+from worker.engine.weights.fp8_experts import (
+    PLAIN_BACKENDS,
+    backend_of,
+    make_kernel,
+    unprocessed_experts,
+)
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
@@ -128,12 +134,15 @@ def _tree_without_weights(config: VllmConfig, plan: ShardPlan) -> nn.Module:
             module.quant_method = ViewedFp8Method(kernel)
         elif isinstance(module, Attention):
             module.quant_method = None  # It would read scales that loading has consumed.
-        elif isinstance(module, RoutedExperts) and not isinstance(
-            module.quant_method, UnquantizedFusedMoEMethod
+        elif (
+            isinstance(module, RoutedExperts)
+            and not isinstance(module.quant_method, UnquantizedFusedMoEMethod)
+            and backend_of(module) not in PLAIN_BACKENDS
         ):
             raise ViewError(f"layer {name} has quantized experts, whose kernel keeps their scales.")
     # Experts are stored in their kernel's order.
-    with weights_already_processed() if is_moe(config) else nullcontext():
+    experts = weights_already_processed() if is_moe(config) else nullcontext()
+    with unprocessed_experts(tree), experts:
         process_weights_after_loading(tree, model_config, META)
     for layer, method in methods.items():
         layer.quant_method = method
@@ -164,6 +173,8 @@ def _bind(tree: nn.Module, manifest: PartManifest, own: Memory, rest: torch.Tens
     for plain in manifest.plain:
         _put(modules, plain.module, plain.holder, plain.name, plain.value)
     for path, module in modules.items():
+        if isinstance(module, RoutedExperts) and backend_of(module) is not None:
+            make_kernel(module)
         for _, name, tensor in tensors_of(module):
             if tensor.is_meta:
                 raise ViewError(f"the tensor {name} of layer {path} was not stored.")

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from worker.engine.weights.fp8_experts import PLAIN_BACKENDS, backend_of
 from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError
 
 ALIGNMENT_BYTES = 256
@@ -267,8 +268,10 @@ def layout_of(unit: Unit) -> UnitLayout:
 
 def _check_weights(name: str, layer: nn.Module) -> None:
     """Refuse a layer whose kernel keeps weights or their scales where no tensor of it has them."""
-    if isinstance(layer, RoutedExperts) and not isinstance(
-        layer.quant_method, UnquantizedFusedMoEMethod
+    if (
+        isinstance(layer, RoutedExperts)
+        and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        and backend_of(layer) not in PLAIN_BACKENDS
     ):
         raise ViewError(
             f"layer {name} has quantized experts, whose kernel keeps their scales, so that peers "

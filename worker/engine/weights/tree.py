@@ -37,6 +37,7 @@ from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.model_support import inner_refusal
 from worker.engine.config import quantizes_weights
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
+from worker.engine.weights.fp8_experts import unprocessed_experts
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import (
     ShardMajorMerged,
@@ -186,7 +187,8 @@ def build_tp_tree(
     loaded = _set_aside(tree, replica)
     adopt_methods(tree, replica)
     # The replica already holds experts in their kernel's order.
-    with weights_already_processed() if is_moe(config) else nullcontext():
+    experts = weights_already_processed() if is_moe(config) else nullcontext()
+    with unprocessed_experts(tree), experts:
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
     for parent, child, layer in loaded:

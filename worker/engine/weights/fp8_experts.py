@@ -1,0 +1,97 @@
+"""vLLM adapter: fp8 experts, whose kernels are made anew for each range of them.
+
+A range of whole experts is one piece of each tensor in any form that keeps experts apart, also of
+their scales. But vLLM's kernel of quantized experts holds the scales itself, from the moment that
+it processes the weights. So a tree leaves processing out, takes its range of what the replica's
+layer has, and makes a kernel of that, as vLLM does at the end of its processing.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from worker.engine.weights.layers import ViewError, own_range
+
+PLAIN_BACKENDS = (Fp8MoeBackend.TRITON, Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.VLLM_CUTLASS)
+"""vLLM's backends that keep all that they need in tensors of the layer."""
+
+
+def backend_of(experts: nn.Module) -> Fp8MoeBackend | None:
+    """Return the fp8 backend of experts; None if they are not quantized so."""
+    found = getattr(getattr(experts, "quant_method", None), "fp8_backend", None)
+    return found if isinstance(found, Fp8MoeBackend) else None
+
+
+def check_fp8_experts(name: str, experts: RoutedExperts) -> None:
+    """Refuse fp8 experts whose kernel has another form of weights.
+
+    Raises:
+        ViewError: with the layer's name and what to choose.
+    """
+    backend = backend_of(experts)
+    if backend not in PLAIN_BACKENDS:
+        assert backend is not None, "they are fp8."
+        raise ViewError(
+            f"layer {name} computes fp8 experts with {backend.value}, whose form of weights cannot "
+            "be viewed per rank: serve with --moe-backend triton."
+        )
+
+
+def bind_fp8_experts(
+    name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int
+) -> None:
+    """Make a rank's experts views of the replica's, or of the part that has them, with a kernel.
+
+    Raises:
+        ViewError: if a tensor is not one range of whole experts.
+    """
+    held = full.local_num_experts
+    own._parameters.clear()
+    for each, param in full._parameters.items():
+        view = None if param is None else param.data
+        if view is not None and view.dim() and len(view) == held > own.local_num_experts:
+            view = own_range(view, 0, width, rank, own.local_num_experts)
+            if len(view) != own.local_num_experts:
+                raise ViewError(
+                    f"{name}.{each} is not one range of whole experts in width {width}: leave this "
+                    "width out of --widths, and please report it."
+                )
+        own._parameters[each] = None if view is None else nn.Parameter(view, requires_grad=False)
+    for each, value in vars(full).items():
+        # Such as `w13_input_scale = None`, set by processing.
+        if not hasattr(own, each):
+            setattr(own, each, value)
+    make_kernel(own)
+
+
+def make_kernel(experts: RoutedExperts) -> None:
+    """Give fp8 experts a method of their own, with a kernel of the tensors that they have now."""
+    experts.quant_method = method = copy.copy(experts.quant_method)
+    method.moe_quant_config = method.get_fused_moe_quant_config(experts)
+    method.moe_kernel = make_fp8_moe_kernel(
+        moe_quant_config=method.moe_quant_config,
+        moe_config=method.moe,
+        fp8_backend=method.fp8_backend,
+        experts_cls=method.experts_cls,
+        routing_tables=experts._expert_routing_tables(),
+    )
+
+
+@contextmanager
+def unprocessed_experts(tree: nn.Module) -> Iterator[None]:
+    """Keep vLLM's processing inside away from fp8 experts on meta."""
+    methods: dict[Any, Any] = {
+        each: each.quant_method for each in tree.modules() if backend_of(each) is not None
+    }
+    for each in methods:
+        each.quant_method = None
+    try:
+        yield
+    finally:
+        for each, method in methods.items():
+            each.quant_method = method
