@@ -29,10 +29,10 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from worker.engine.weights.fp8 import adopt_attention
-from worker.engine.weights.fp8_experts import backend_of, make_kernel
 from worker.engine.weights.layers import ShardMajorQKV, ShardPlan, ViewError, building
 from worker.engine.weights.moe import is_shared, real_expert_maps
 from worker.engine.weights.part_memory import TensorPlace, Unit, UnitKind, put_tensor
+from worker.engine.weights.quantized_experts import backend_of, make_kernel
 from worker.engine.weights.ring import LoanRing
 from worker.engine.weights.tree import adopt_meta, unbound_tensor
 

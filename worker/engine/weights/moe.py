@@ -24,8 +24,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.platforms import current_platform
 
 from coordinator.protocol.model_support import experts_refusal
-from worker.engine.weights.fp8_experts import backend_of, bind_fp8_experts, check_fp8_experts
 from worker.engine.weights.layers import ViewError, builds_unviewed, own_range
+from worker.engine.weights.quantized_experts import (
+    backend_of,
+    bind_quantized_experts,
+    check_quantized_experts,
+)
 
 PROOF_TOKENS = (8, 256)
 """Tokens of the two proofs of a rank's experts: few and many."""
@@ -87,7 +91,7 @@ def check_experts(name: str, experts: RoutedExperts) -> None:
     """Refuse experts whose memory is unknown to us."""
     method = experts.quant_method
     if backend_of(experts) is not None:
-        check_fp8_experts(name, experts)
+        check_quantized_experts(name, experts)
     elif not isinstance(method, UnquantizedFusedMoEMethod):
         raise ViewError(
             f"layer {name} has quantized experts of another kind than fp8, which cannot be viewed "
@@ -123,7 +127,7 @@ def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int,
             "none: use --widths 1, or serve on CUDA."
         )
     if backend_of(full) is not None:
-        bind_fp8_experts(name, own, full, width, rank)
+        bind_quantized_experts(name, own, full, width, rank)
         return
     for param_name, param in list(own._parameters.items()):
         if param is None:

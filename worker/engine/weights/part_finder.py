@@ -27,12 +27,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from comm_pool.cpu.cell_memory import CellMemory
 from worker.engine.weights.checksums import checksum, numbers_of
 from worker.engine.weights.fp8 import ViewedFp8Method, is_quantized, kernel_of
-from worker.engine.weights.fp8_experts import (
-    PLAIN_BACKENDS,
-    backend_of,
-    make_kernel,
-    unprocessed_experts,
-)
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
@@ -41,6 +35,12 @@ from worker.engine.weights.outcomes import Outcomes, check_outcomes, outcomes_of
 from worker.engine.weights.packed import is_packed, process_empty
 from worker.engine.weights.part_memory import TensorPlace, tensors_of
 from worker.engine.weights.part_store import Memory, StoredPart, rest_memory, sums_of, unit_memory
+from worker.engine.weights.quantized_experts import (
+    PLAIN_BACKENDS,
+    backend_of,
+    make_kernel,
+    unprocessed_experts,
+)
 from worker.engine.weights.tree import check_viewable
 
 log = structlog.get_logger()

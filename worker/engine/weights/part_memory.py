@@ -29,8 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from worker.engine.weights.fp8_experts import PLAIN_BACKENDS, backend_of
 from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError
+from worker.engine.weights.quantized_experts import PLAIN_BACKENDS, backend_of
 
 ALIGNMENT_BYTES = 256
 """Alignment of each tensor: what kernels and the copy engine want."""

@@ -37,7 +37,6 @@ from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.model_support import inner_refusal
 from worker.engine.config import quantizes_weights
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
-from worker.engine.weights.fp8_experts import unprocessed_experts
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import (
     ShardMajorMerged,
@@ -61,6 +60,7 @@ from worker.engine.weights.moe import (
     is_shared,
     real_expert_maps,
 )
+from worker.engine.weights.quantized_experts import unprocessed_experts
 
 PLAIN_VOCABULARY = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
 """ModelOpt's checkpoints give the latter to an lm_head that they leave out."""

@@ -34,7 +34,7 @@ from tests.harness.vllm.trees import (
     stored_as,
 )
 from worker.engine.config import choose_expert_backend
-from worker.engine.weights import fp8_experts
+from worker.engine.weights import quantized_experts
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.moe import check_experts, experts_of, prove_experts
 from worker.engine.weights.part_finder import find_part
@@ -209,7 +209,7 @@ def test_kernels_that_pack_experts_are_refused(
 ) -> None:
     name, full = next(experts_of(loaded["fp8"].replica))
     check_experts(name, full)
-    assert fp8_experts.backend_of(full) is Fp8MoeBackend.TRITON
+    assert quantized_experts.backend_of(full) is Fp8MoeBackend.TRITON
     monkeypatch.setattr(full.quant_method, "fp8_backend", Fp8MoeBackend.MARLIN)
     with pytest.raises(ViewError, match=r"experts with MARLIN.*serve with --moe-backend triton"):
         check_experts(name, full)

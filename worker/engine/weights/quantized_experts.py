@@ -27,7 +27,7 @@ def backend_of(experts: nn.Module) -> Fp8MoeBackend | None:
     return found if isinstance(found, Fp8MoeBackend) else None
 
 
-def check_fp8_experts(name: str, experts: RoutedExperts) -> None:
+def check_quantized_experts(name: str, experts: RoutedExperts) -> None:
     """Refuse fp8 experts whose kernel has another form of weights.
 
     Raises:
@@ -42,7 +42,7 @@ def check_fp8_experts(name: str, experts: RoutedExperts) -> None:
         )
 
 
-def bind_fp8_experts(
+def bind_quantized_experts(
     name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int
 ) -> None:
     """Make a rank's experts views of the replica's, or of the part that has them, with a kernel.
