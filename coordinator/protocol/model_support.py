@@ -28,6 +28,8 @@ ONLINE_FP8 = ("fp8_per_tensor", ONLINE_BLOCKS, "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 FP8_QUANTIZATIONS = ("fp8", "online", COMPRESSED, MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
+MXFP4_QUANTIZATIONS = ("mxfp4", "gpt_oss_mxfp4")
+"""vLLM's names of checkpoints whose experts alone are of four bits."""
 KV_TYPES = ("auto", *KV_BYTES)
 """KV cache types that can be served."""
 
@@ -316,6 +318,8 @@ def _quantization_refusals(
         return
     elif device == "cpu":
         yield cpu_quantization_refusal(name, holding.widest)
+    elif name in MXFP4_QUANTIZATIONS:
+        return  # Of experts alone: their layers are checked when ranks have them.
     elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
         yield packed_refusal(name, holding.widest)
     elif not _are_plain_fp8(stored):

@@ -1,6 +1,6 @@
-"""Experts, fp8 KV and block-scaled fp8 on two GPUs compute what static vLLM does in every layout.
+"""Experts, fp8 KV, block-scaled fp8 and MXFP4 on two GPUs compute what static vLLM does.
 
-Tasks that move over switches do so as well.
+They do so in every layout, also for tasks that move over switches.
 
 Tiny random checkpoints in bf16. Needs two NVIDIA GPUs and vLLM's CUDA build (fp8: compute
 capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` prints the errors.
@@ -8,6 +8,7 @@ capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` p
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.harness.vllm.cuda_checkpoint import (
     check_moves,
     serving,
 )
+from tests.harness.vllm.mxfp4_models import write_gpt_oss
 from tests.harness.vllm.quantized_models import CONFIGS as QUANTIZED
 from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.tiny_models import model_of
@@ -42,8 +44,16 @@ KINDS = {
     "kv-scales": Kind("kv-scales"),
     "fp8-block": Kind("fp8-block"),
     "fp8-block-moe": Kind("fp8-block-moe"),
+    "gpt-oss": Kind("gpt-oss"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """The folder of a model of this name."""
+    if name == "gpt-oss":
+        return write_gpt_oss(folder)[0]
+    return write_quantized(folder, name)[0] if name in QUANTIZED else model_of(name, folder)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,9 +61,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
-    is_quantized = kind.model in QUANTIZED
-    model = write_quantized(folder, kind.model)[0] if is_quantized else model_of(kind.model, folder)
-    kv = kind.kv_cache_dtype
+    model, kv = checkpoint(kind.model, folder), kind.kv_cache_dtype
     with serving(folder, request.param, model, limits=kind.limits, kv_cache_dtype=kv) as up:
         yield up
 

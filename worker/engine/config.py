@@ -29,6 +29,7 @@ from coordinator.protocol.model_support import (
     LATENT_ATTENTION,
     LORA,
     MULTIMODAL,
+    MXFP4_QUANTIZATIONS,
     ONLINE_FP8,
     POOLING,
     RECURRENT,
@@ -131,10 +132,12 @@ def replica_config(config: Config) -> VllmConfig:
 def choose_expert_backend(config: VllmConfig) -> None:
     """Choose the kernel of quantized experts, if the user does not, so that ranks can view them.
 
-    vLLM itself chooses by the width, and may choose one that packs weights.
+    vLLM itself chooses by the width, and may choose one that mixes the weights of several experts.
     """
+    assert config.quant_config is not None, "weights are quantized."
     if config.kernel_config.moe_backend == "auto":
-        config.kernel_config.moe_backend = "triton"
+        is_mxfp4 = config.quant_config.get_name() in MXFP4_QUANTIZATIONS
+        config.kernel_config.moe_backend = "marlin" if is_mxfp4 else "triton"
 
 
 def _names_kv_bytes(given: Sequence[GivenOption]) -> bool:
@@ -170,6 +173,8 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
         return None
     if current_platform.is_cpu():
         return cpu_quantization_refusal(name, holding.widest)
+    if quant.get_name() in MXFP4_QUANTIZATIONS:
+        return None  # Of experts alone: their layers are checked.
     if quant.get_name() not in FP8_QUANTIZATIONS:
         return packed_refusal(name, holding.widest)
     if getattr(quant, "online_quantization_config", None) is not None:

@@ -1,4 +1,4 @@
-"""fp8 experts on CPU: vLLM's methods with a kernel in plain torch in place of its Triton kernel.
+"""Quantized experts on CPU: vLLM's methods with a kernel in plain torch in place of its own.
 
 What loads, quantizes and describes the experts is vLLM's. `RankedExperts` gives kernels on CPU the
 numbers of a rank's own experts.
@@ -14,14 +14,16 @@ from torch.nn import functional
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization import fp8, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed,
 )
 from vllm.model_executor.layers.quantization.online import fp8 as online
 
 from tests.harness.vllm.block_kernels import spread
+from tests.harness.vllm.mxfp4_models import dequantized
 
 
 class TorchExperts(modular_kernel.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -62,7 +64,10 @@ class TorchExperts(modular_kernel.FusedMoEExpertsModular):  # type: ignore[misc]
         return (0,), (0,), (M, K)
 
     def _weight(self, weights: torch.Tensor, scales: Any, expert: int) -> torch.Tensor:
-        scale, weight = scales[expert], weights[expert].float()
+        scale = scales[expert]
+        if weights.dtype is torch.uint8:
+            return dequantized(weights[expert], scale)
+        weight = weights[expert].float()
         if self.block_shape is None:
             return weight * scale.reshape(-1, 1)
         return weight * spread(scale, self.block_shape, (weight.shape[0], weight.shape[1]))
@@ -78,23 +83,50 @@ class TorchExperts(modular_kernel.FusedMoEExpertsModular):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> None:
+        """Numbers below zero are experts of other ranks."""
         output.zero_()
-        for expert in topk_ids.unique().tolist():
+        for expert in topk_ids[topk_ids >= 0].unique().tolist():
             chance = (topk_weights * (topk_ids == expert)).sum(1, keepdim=True)
             rows = hidden_states.float() @ self._weight(w1, self.w1_scale, expert).t()
-            gate, up = rows.chunk(2, 1)
-            given = (functional.silu(gate) * up) @ self._weight(w2, self.w2_scale, expert).t()
+            if self.w1_bias is not None:
+                rows = rows + self.w1_bias[expert].float()
+            given = self._gated(rows) @ self._weight(w2, self.w2_scale, expert).t()
+            if self.w2_bias is not None:
+                given = given + self.w2_bias[expert].float()
             output += (given * chance).to(output.dtype)
+
+    def _gated(self, rows: torch.Tensor) -> torch.Tensor:
+        alpha, limit = self.quant_config.gemm1_alpha, self.quant_config.gemm1_clamp_limit
+        if alpha is None:
+            gate, up = rows.chunk(2, 1)
+            return functional.silu(gate) * up
+        gate, up = rows[:, ::2].clamp(max=limit), rows[:, 1::2].clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+class MappedExperts(TorchExperts):
+    """The same for layers that give their kernel the numbers of all experts."""
+
+    def apply(self, *given: Any, **named: Any) -> None:
+        """See vLLM's class."""
+        if (own := named.get("expert_map")) is not None:
+            named["topk_ids"] = own[named["topk_ids"].long()]
+        super().apply(*given, **named)
 
 
 def _choose(*_: Any, **__: Any) -> tuple[Fp8MoeBackend, type[TorchExperts]]:
     return Fp8MoeBackend.TRITON, TorchExperts
 
 
+def _choose_mxfp4(*_: Any, **__: Any) -> tuple[Mxfp4MoeBackend, type[TorchExperts]]:
+    return Mxfp4MoeBackend.EMULATION, MappedExperts
+
+
 @contextmanager
 def torch_experts_on_cpu() -> Iterator[None]:
-    """Let vLLM choose this kernel wherever it looks for one of fp8 experts."""
+    """Let vLLM choose this kernel wherever it looks for one of quantized experts."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mxfp4, "select_mxfp4_moe_backend", _choose_mxfp4)
         for module in (fp8, compressed, online):
             patch.setattr(module, "select_fp8_moe_backend", _choose)
         yield

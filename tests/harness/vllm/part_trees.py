@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from comm_pool.layout import Mode
+from tests.harness.vllm.trees import one_of
 from worker.engine.config import ModeKey, mode_config
 
 PARTS = 2
@@ -36,10 +35,5 @@ def rank_of_parts(model: Path, rank: int, **engine: Any) -> Iterator[VllmConfig]
     `engine` are more of vLLM's engine arguments.
     """
     config = mode_config(base_config(model, **engine), ModeKey(Mode.TP, PARTS))
-    whole = parallel_state._TP
-    parallel_state._TP = SimpleNamespace(world_size=PARTS, rank_in_group=rank)
-    try:
-        with set_current_vllm_config(config):
-            yield config
-    finally:
-        parallel_state._TP = whole
+    with one_of(PARTS, rank), set_current_vllm_config(config):
+        yield config

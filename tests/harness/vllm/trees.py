@@ -244,13 +244,24 @@ class Trees:
     def group(self, width: int, rank: int) -> Iterator[Any]:
         """This process as a rank of a tp group, which the layers built inside ask."""
         config = mode_config(self.base, ModeKey(Mode.TP, width))
-        own = parallel_state._TP
-        parallel_state._TP = SimpleNamespace(world_size=width, rank_in_group=rank)
-        try:
-            with set_current_vllm_config(config):
-                yield config
-        finally:
-            parallel_state._TP = own
+        with one_of(width, rank), set_current_vllm_config(config):
+            yield config
+
+
+@contextmanager
+def one_of(width: int, rank: int) -> Iterator[None]:
+    """This process as a rank of vLLM's active tp group, whose experts it divides as well."""
+    own, experts = parallel_state._TP, parallel_state._EP
+    parallel_state._TP = SimpleNamespace(world_size=width, rank_in_group=rank)
+    if experts is not None:
+        device_group = experts.device_group
+        parallel_state._EP = SimpleNamespace(
+            world_size=width, rank_in_group=rank, device_group=device_group
+        )
+    try:
+        yield
+    finally:
+        parallel_state._TP, parallel_state._EP = own, experts
 
 
 @contextmanager

@@ -97,6 +97,15 @@ def test_a_quantization_that_ranks_serve(
     assert found == ElementBytes(1, 2, kv_bytes)
 
 
+def test_experts_in_mxfp4_are_served(model: Path) -> None:
+    """Their layers alone are quantized."""
+    change(model, quantization_config={"quant_method": "mxfp4"})
+    check(model, device="cuda")
+    check(model, device="cuda", ranks=2, widths=[1, 2], layout="tp2")
+    with pytest.raises(ConfigError, match="quantization 'mxfp4' on CPU"):
+        check(model)
+
+
 def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
     (model / "hf_quant_config.json").write_text(json.dumps(OLD_MODELOPT))
     for words in ((), ("--quantization", "modelopt")):

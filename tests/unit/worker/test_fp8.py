@@ -309,6 +309,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8", named("fp8", weight_block_size=[128, 128])),
         ("fp8_per_block", online("fp8_per_block")),
         ("compressed-tensors", scheme("block")),
+        ("gpt_oss_mxfp4", named("gpt_oss_mxfp4")),
     ],
 )
 def test_plain_fp8_is_taken(name: str, quant: Any) -> None:
@@ -333,7 +334,7 @@ def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> 
         ("awq", named("awq"), "packed weights"),
         ("modelopt", named("modelopt", quant_method="FP8_PB_WO"), "other weights than fp8"),
         ("modelopt_fp4", named("modelopt_fp4"), "packed weights"),
-        ("mxfp4", named("mxfp4"), "packed weights"),
+        ("nvfp4", named("nvfp4"), "packed weights"),
         (
             "fp8",
             named("fp8", weight_block_size=None, online_quantization_config=object()),

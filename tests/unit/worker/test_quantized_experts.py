@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory
 from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
 from tests.harness.vllm.expert_kernels import torch_experts_on_cpu
+from tests.harness.vllm.mxfp4_models import write_gpt_oss
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.shared_parts import SharedParts, output_of, outputs
@@ -47,6 +49,8 @@ EXPERTS = 8
 KINDS = ("fp8", "block", "channel", "compressed-block")
 PUBLISHED = "fp8-block-moe"
 """Blocks of 128, as Qwen3-30B-A3B-FP8 has them."""
+GPT_OSS = "gpt-oss"
+"""With biases, in MXFP4."""
 ONLINE = "fp8_per_tensor"
 """vLLM quantizes a plain checkpoint while it loads it."""
 
@@ -98,6 +102,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trees
         yield {
             **{kind: Trees(folder / kind, dtype="bfloat16") for kind in KINDS},
             PUBLISHED: Trees(write_quantized(folder, PUBLISHED)[0], shards=2, dtype="bfloat16"),
+            GPT_OSS: Trees(write_gpt_oss(folder)[0], dtype="bfloat16"),
             ONLINE: Trees(folder / "plain", dtype="bfloat16", quantization=ONLINE),
         }
 
@@ -113,7 +118,7 @@ def prove(trees: Trees, tree: nn.Module, width: int, rank: int) -> int:
     return prove_experts(tree, trees.replica, width=width, rank_in_group=rank, device=CPU)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONLINE])
+@pytest.mark.parametrize("kind", [*KINDS, ONLINE, GPT_OSS])
 @pytest.mark.parametrize("width", [2, 4])
 def test_ranks_hold_views_and_add_up_to_the_whole(
     loaded: dict[str, Trees], kind: str, width: int
@@ -128,7 +133,7 @@ def test_ranks_hold_views_and_add_up_to_the_whole(
         assert foreign_bytes(tree, trees.replica) == 0
         assert prove(trees, tree, width, rank) == 2
         own = dict(experts_of(tree))[name]
-        assert own.w13_weight.dtype == FP8
+        assert own.w13_weight.dtype in (FP8, torch.uint8)
         for each, param in full.named_parameters():
             view = own.get_parameter(each)
             assert len(view) == len(param) // width
@@ -139,7 +144,7 @@ def test_ranks_hold_views_and_add_up_to_the_whole(
     assert expected.norm() > 0.1
 
 
-@pytest.mark.parametrize("kind", [*KINDS, PUBLISHED])
+@pytest.mark.parametrize("kind", [*KINDS, PUBLISHED, GPT_OSS])
 def test_a_tree_is_proved_with_its_experts(loaded: dict[str, Trees], kind: str) -> None:
     trees = loaded[kind]
     tree = trees.view(2, 1)
@@ -147,7 +152,7 @@ def test_a_tree_is_proved_with_its_experts(loaded: dict[str, Trees], kind: str) 
     assert prove_tree(tree, trees.replica, width=2, rank_in_group=1, **own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, GPT_OSS])
 def test_a_kernel_with_scales_of_another_rank_is_refused(
     loaded: dict[str, Trees], kind: str
 ) -> None:
@@ -177,8 +182,10 @@ def test_experts_in_parts_give_what_all_of_them_give(loaded: dict[str, Trees], k
             assert error < 1e-2, (rank, name)
 
 
-@pytest.mark.parametrize("borrow", ["none", "ffn"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "borrow"),
+    [*((kind, borrow) for kind in KINDS for borrow in ("none", "ffn")), (GPT_OSS, "none")],
+)
 def test_the_next_process_finds_the_experts(
     loaded: dict[str, Trees], kind: str, borrow: str, memory: CellMemory
 ) -> None:
@@ -197,9 +204,23 @@ def test_the_next_process_finds_the_experts(
         assert torch.equal(*given), name
 
 
+def test_a_rank_that_would_borrow_lacks_the_sinks_of_other_heads(loaded: dict[str, Trees]) -> None:
+    with other_process():
+        shared = SharedParts(loaded[GPT_OSS], PARTS, PARTS, "ffn")
+        with pytest.raises(ViewError, match=r"attn.sinks a rank holds a part .*use --borrow none"):
+            shared.tree(0)
+
+
 def test_a_kernel_that_ranks_can_view_is_chosen_unless_the_user_chooses() -> None:
-    for given, wanted in (("auto", "triton"), ("deep_gemm", "deep_gemm")):
-        config: Any = SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=given))
+    for name, given, wanted in (
+        ("fp8", "auto", "triton"),
+        ("fp8", "deep_gemm", "deep_gemm"),
+        ("gpt_oss_mxfp4", "auto", "marlin"),
+    ):
+        config: Any = SimpleNamespace(
+            kernel_config=SimpleNamespace(moe_backend=given),
+            quant_config=SimpleNamespace(get_name=partial(str, name)),
+        )
         choose_expert_backend(config)
         assert config.kernel_config.moe_backend == wanted
 
@@ -211,8 +232,8 @@ def test_kernels_that_pack_experts_are_refused(
     check_experts(name, full)
     assert quantized_experts.backend_of(full) is Fp8MoeBackend.TRITON
     monkeypatch.setattr(full.quant_method, "fp8_backend", Fp8MoeBackend.MARLIN)
-    with pytest.raises(ViewError, match=r"experts with MARLIN.*serve with --moe-backend triton"):
+    with pytest.raises(ViewError, match=r"its experts with MARLIN.*--moe-backend triton"):
         check_experts(name, full)
     monkeypatch.setattr(full, "quant_method", object())
-    with pytest.raises(ViewError, match="quantized experts of another kind than fp8"):
+    with pytest.raises(ViewError, match="experts quantized otherwise than to fp8 or MXFP4"):
         check_experts(name, full)

@@ -339,8 +339,15 @@ def _take_layers(
         module.process_weights_after_loading(dtype)
     adopt_meta(module, source)
     for name, param in module._parameters.items():
-        if param is not None and param.is_meta:
-            module._parameters[name] = source._parameters[name]
+        if param is None or not param.is_meta:
+            continue
+        held = source._parameters[name]
+        if held is None or held.shape != param.shape:
+            raise ViewError(
+                f"of {path}.{name} a rank holds a part of what it computes with alone, and ranks "
+                "do not lend it: use --borrow none."
+            )
+        module._parameters[name] = held
     for name, child in list(module.named_children()):
         inner = f"{path}.{name}" if path else name
         if inner in units:

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.platforms import current_platform
 
 from coordinator.protocol.model_support import experts_refusal
-from worker.engine.weights.layers import ViewError, builds_unviewed, own_range
+from worker.engine.weights.layers import ViewError, own_range
 from worker.engine.weights.quantized_experts import (
     backend_of,
     bind_quantized_experts,
@@ -41,10 +41,6 @@ PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-
 @RoutedExperts.register_oot
 class RankedExperts(RoutedExperts):
     """vLLM's experts; the CPU kernel takes no expert map, so others' experts get weight zero."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.unviewed = builds_unviewed()
 
     def forward_modular(
         self,
@@ -87,6 +83,15 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
             yield name, module
 
 
+def mark_experts(model: nn.Module, *, unviewed: bool) -> None:
+    """Note on all experts whether they are as vLLM's own ranks have them.
+
+    A model may have a class of its own for them, which does not know of ranks that share weights.
+    """
+    for _, experts in experts_of(model):
+        experts.unviewed = unviewed
+
+
 def check_experts(name: str, experts: RoutedExperts) -> None:
     """Refuse experts whose memory is unknown to us."""
     method = experts.quant_method
@@ -94,8 +99,8 @@ def check_experts(name: str, experts: RoutedExperts) -> None:
         check_quantized_experts(name, experts)
     elif not isinstance(method, UnquantizedFusedMoEMethod):
         raise ViewError(
-            f"layer {name} has quantized experts of another kind than fp8, which cannot be viewed "
-            "per rank yet: serve a checkpoint of bf16 or fp8."
+            f"layer {name} has experts quantized otherwise than to fp8 or MXFP4, which cannot be "
+            "viewed per rank yet: serve a checkpoint of bf16 or fp8."
         )
     if method.is_monolithic:
         raise ViewError(
@@ -120,15 +125,15 @@ def is_shared(module: nn.Module) -> bool:
 
 def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
     """Make a rank's experts views of the replica's, or of the part that contains them."""
+    if backend_of(full) is not None:
+        bind_quantized_experts(name, own, full, width, rank)
+        return
     if own._parameters.get("w13_bias") is not None and current_platform.is_cpu():
         # vLLM's kernel ends the process.
         raise ViewError(
             f"layer {name} has experts with biases, of which vLLM's CPU kernel computes all or "
             "none: use --widths 1, or serve on CUDA."
         )
-    if backend_of(full) is not None:
-        bind_quantized_experts(name, own, full, width, rank)
-        return
     for param_name, param in list(own._parameters.items()):
         if param is None:
             continue

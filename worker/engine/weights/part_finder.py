@@ -30,7 +30,7 @@ from worker.engine.weights.fp8 import ViewedFp8Method, is_quantized, kernel_of
 from worker.engine.weights.gated import view_gated
 from worker.engine.weights.layers import ShardPlan, ViewError, building
 from worker.engine.weights.manifest import PartManifest
-from worker.engine.weights.moe import is_moe, real_expert_maps
+from worker.engine.weights.moe import is_moe, mark_experts, real_expert_maps
 from worker.engine.weights.outcomes import Outcomes, check_outcomes, outcomes_of
 from worker.engine.weights.packed import is_packed, process_empty
 from worker.engine.weights.part_memory import TensorPlace, tensors_of
@@ -121,6 +121,7 @@ def _tree_without_weights(config: VllmConfig, plan: ShardPlan) -> nn.Module:
             tree = initialize_model(vllm_config=config, model_config=model_config)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ViewError(f"vLLM cannot build the model without weights ({error}).") from error
+    mark_experts(tree, unviewed=plan.unviewed)
     methods = {}
     for name, module in tree.named_modules():
         if is_packed(module):

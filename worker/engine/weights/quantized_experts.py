@@ -1,44 +1,58 @@
-"""vLLM adapter: fp8 experts, whose kernels are made anew for each range of them.
+"""vLLM adapter: experts in fp8 and MXFP4, whose kernels are made anew for each range of them.
 
 A range of whole experts is one piece of each tensor in any form that keeps experts apart, also of
-their scales. But vLLM's kernel of quantized experts holds the scales itself, from the moment that
-it processes the weights. So a tree leaves processing out, takes its range of what the replica's
-layer has, and makes a kernel of that, as vLLM does at the end of its processing.
+their scales. But vLLM's kernel of quantized experts holds scales and biases itself, from the moment
+that it processes the weights. So a tree leaves processing out, takes its range of what the
+replica's layer has, and makes a kernel of that, as vLLM does at the end of its processing.
 """
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
+    Mxfp4MoeBackend,
+    make_mxfp4_moe_kernel,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from worker.engine.weights.layers import ViewError, own_range
 
-PLAIN_BACKENDS = (Fp8MoeBackend.TRITON, Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.VLLM_CUTLASS)
-"""vLLM's backends that keep all that they need in tensors of the layer."""
+Backend: TypeAlias = Fp8MoeBackend | Mxfp4MoeBackend
+
+PLAIN_BACKENDS: tuple[Backend, ...] = (
+    *(Fp8MoeBackend.TRITON, Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.VLLM_CUTLASS),
+    *(Mxfp4MoeBackend.MARLIN, Mxfp4MoeBackend.EMULATION),
+)
+"""vLLM's backends that keep all that they need in tensors of the layer, expert by expert."""
 
 
-def backend_of(experts: nn.Module) -> Fp8MoeBackend | None:
-    """Return the fp8 backend of experts; None if they are not quantized so."""
-    found = getattr(getattr(experts, "quant_method", None), "fp8_backend", None)
-    return found if isinstance(found, Fp8MoeBackend) else None
+def backend_of(experts: nn.Module) -> Backend | None:
+    """Return the backend of quantized experts; None if they are not quantized so."""
+    method = getattr(experts, "quant_method", None)
+    for name in ("fp8_backend", "mxfp4_backend"):
+        found = getattr(method, name, None)
+        if isinstance(found, (Fp8MoeBackend, Mxfp4MoeBackend)):
+            return found
+    return None
 
 
 def check_quantized_experts(name: str, experts: RoutedExperts) -> None:
-    """Refuse fp8 experts whose kernel has another form of weights.
+    """Refuse quantized experts whose kernel has another form of weights.
 
     Raises:
         ViewError: with the layer's name and what to choose.
     """
     backend = backend_of(experts)
     if backend not in PLAIN_BACKENDS:
-        assert backend is not None, "they are fp8."
+        assert backend is not None, "they are quantized."
+        instead = "triton" if isinstance(backend, Fp8MoeBackend) else "marlin"
         raise ViewError(
-            f"layer {name} computes fp8 experts with {backend.value}, whose form of weights cannot "
-            "be viewed per rank: serve with --moe-backend triton."
+            f"layer {name} computes its experts with {backend.value}, whose form of weights cannot "
+            f"be viewed per rank: serve with --moe-backend {instead}."
         )
 
 
@@ -70,21 +84,25 @@ def bind_quantized_experts(
 
 
 def make_kernel(experts: RoutedExperts) -> None:
-    """Give fp8 experts a method of their own, with a kernel of the tensors that they have now."""
+    """Give quantized experts a method of their own, with a kernel of the tensors they have now."""
     experts.quant_method = method = copy.copy(experts.quant_method)
     method.moe_quant_config = method.get_fused_moe_quant_config(experts)
-    method.moe_kernel = make_fp8_moe_kernel(
-        moe_quant_config=method.moe_quant_config,
-        moe_config=method.moe,
-        fp8_backend=method.fp8_backend,
-        experts_cls=method.experts_cls,
-        routing_tables=experts._expert_routing_tables(),
-    )
+    own: dict[str, Any] = {
+        "moe_quant_config": method.moe_quant_config,
+        "moe_config": method.moe,
+        "experts_cls": method.experts_cls,
+        "routing_tables": experts._expert_routing_tables(),
+    }
+    if isinstance(backend_of(experts), Fp8MoeBackend):
+        method.moe_kernel = make_fp8_moe_kernel(fp8_backend=method.fp8_backend, **own)
+        return
+    method.moe_kernel = make_mxfp4_moe_kernel(mxfp4_backend=method.mxfp4_backend, **own)
+    method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
 
 @contextmanager
 def unprocessed_experts(tree: nn.Module) -> Iterator[None]:
-    """Keep vLLM's processing inside away from fp8 experts on meta."""
+    """Keep vLLM's processing inside away from quantized experts on meta."""
     methods: dict[Any, Any] = {
         each: each.quant_method for each in tree.modules() if backend_of(each) is not None
     }

@@ -58,6 +58,7 @@ from worker.engine.weights.moe import (
     experts_of,
     is_moe,
     is_shared,
+    mark_experts,
     real_expert_maps,
 )
 from worker.engine.weights.quantized_experts import unprocessed_experts
@@ -78,8 +79,10 @@ def load_replica(
     they borrow `all`, token embeddings are in parts as well.
     """
     check_widths(config, shards)
-    with building(loading_plan(config, shards, parts, borrow)):
+    plan = loading_plan(config, shards, parts, borrow)
+    with building(plan):
         model = get_model(vllm_config=config)
+    mark_experts(model, unviewed=plan.unviewed)
     _keep_plain_head(model)
     check_viewable(model)
     view_gated(model)
