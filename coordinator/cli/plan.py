@@ -265,6 +265,7 @@ def as_json(plan: ModelPlan) -> dict[str, Any]:
         "elements": size.elements,
         "bytes_per_element": {
             "linear": element.linear,
+            "experts": element.experts,
             "other": element.other,
             "kv": element.kv,
         },

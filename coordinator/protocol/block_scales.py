@@ -53,7 +53,7 @@ def cut_by(config: Mapping[str, Any], stored: StoredQuantization, width: int) ->
         ValueError: as `block_of`.
     """
     block, size = block_of(stored), model_size(config)
-    if block is None or size is None or width == 1:
+    if block is None or size is None or width == 1 or size.heads % width:
         return None
     ignored = [str(name) for field in _IGNORED for name in _listed(stored.fields.get(field))]
     if any(_PROJECTION in name or name.startswith("re:") for name in ignored):

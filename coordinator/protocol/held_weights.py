@@ -6,13 +6,14 @@ that borrow have a ring besides, the memory into which they copy the parts of ot
 (worker/engine/weights/lending.py).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from comm_pool.loans import spread_whole
 from coordinator.protocol.engine_options import GivenOption, last_value
-from coordinator.protocol.model_size import ModelSize
+from coordinator.protocol.model_size import ModelSize, model_size
 from coordinator.protocol.stored_quantization import (
     COMPRESSED,
     StoredQuantization,
@@ -32,6 +33,10 @@ GROUP_DEFAULT = 128
 """Weights in such a group where the checkpoint does not say."""
 _BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "bitsandbytes": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0}
 """Quantization -> bits of a weight, with its scales."""
+EXPERTS_ALONE = "mxfp4"
+"""The quantization that leaves all but experts as they are."""
+MARLIN_MULTIPLES = (256, 128)
+"""What Marlin pads the hidden size and the inner size of experts in MXFP4 to multiples of."""
 _GROUPED = ("awq", "gptq", "awq_marlin", "gptq_marlin", "auto-round")
 
 
@@ -40,11 +45,13 @@ class ElementBytes:
     """Bytes of an element once it is loaded."""
 
     linear: float
-    """Of linear layers and experts, which a quantization makes smaller."""
+    """Of linear layers, which a quantization makes smaller."""
     other: int
     """Of embeddings, lm_head and norms."""
     kv: int
     """Of the KV cache."""
+    experts: float
+    """Of experts, with the padding that their kernel wants."""
 
 
 def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()) -> ElementBytes:
@@ -55,9 +62,24 @@ def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()
     other = 4 if (last_value(options, "--dtype") or "auto") in FOUR_BYTES else 2
     stored = stored_quantization(config, last_value(options, "--quantization"))
     bits = _quantized_bits(stored) if stored is not None and stored.has_weights else None
+    linear = experts = other if bits is None else bits / 8
+    if stored is not None and stored.method.lower() == EXPERTS_ALONE:
+        linear, experts = other, experts * _padding(config)
     usual = KV_BYTES["fp8"] if stored is not None and stored.kv == "fp8" else other
     kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", usual)
-    return ElementBytes(other if bits is None else bits / 8, other, kv)
+    return ElementBytes(linear, other, kv, experts)
+
+
+def _padding(config: Mapping[str, Any]) -> float:
+    """Return by what factor vLLM's Marlin kernel makes experts in MXFP4 larger."""
+    size = model_size(config)
+    if size is None or not size.experts:
+        return 1.0
+    sizes = size.hidden, size.inner // size.experts
+    return math.prod(
+        -(-each // multiple) * multiple / each
+        for each, multiple in zip(sizes, MARLIN_MULTIPLES, strict=True)
+    )
 
 
 def _quantized_bits(stored: StoredQuantization) -> float:
@@ -108,8 +130,9 @@ def held_bytes(
     It holds `whole_layers` layers whole, none of them if it borrows nothing.
     """
     if parts == 1:
-        return HeldBytes(_bytes(size, element, size.attention, size.feed_forward, 1, 1), 0, 0)
-    feed_forward = size.feed_forward / parts
+        feed_forward = _feed_forward_bytes(size, element)
+        return HeldBytes(_bytes(size, element, size.attention, feed_forward, 1, 1), 0, 0)
+    feed_forward = _feed_forward_bytes(size, element) / parts
     if borrow == "ffn":
         weights = _bytes(size, element, size.attention, feed_forward, 1, 1)
     else:
@@ -133,13 +156,26 @@ def _bytes(
     size: ModelSize,
     element: ElementBytes,
     attention: float,
-    feed_forward: float,
+    feed_forward_bytes: float,
     embedding_parts: int,
     lm_head_parts: int,
 ) -> int:
     others = size.embeddings / embedding_parts + size.lm_head / lm_head_parts
     others += size.small_elements + size.rope_elements
-    return int((attention + feed_forward) * element.linear + others * element.other)
+    return int(attention * element.linear + feed_forward_bytes + others * element.other)
+
+
+def _feed_forward_bytes(size: ModelSize, element: ElementBytes) -> float:
+    """Return the bytes of all feed-forward networks and experts."""
+    dense_layers = size.layers - size.expert_layers
+    return dense_layers * size.dense_elements * element.linear + (
+        size.expert_layers * _experts_bytes(size, element)
+    )
+
+
+def _experts_bytes(size: ModelSize, element: ElementBytes) -> float:
+    """Return the bytes of the experts of one layer, with those that compute every token."""
+    return size.expert_elements * element.experts + size.shared_elements * element.linear
 
 
 def _unit_kinds(
@@ -155,7 +191,7 @@ def _unit_kinds(
     if networks:
         yield largest * element.linear / parts, networks
     if size.expert_layers:
-        yield size.expert_elements * element.linear / parts, size.expert_layers
+        yield size.expert_elements * element.experts / parts, size.expert_layers
     if borrow == "all":
         yield size.qkv_layer * element.linear / parts, size.layers
         yield size.output_layer * element.linear / parts, size.layers
@@ -166,8 +202,9 @@ def _whole_bytes(
 ) -> int:
     """Return the bytes of the parts of others that a rank with `count` whole layers keeps."""
     of_attention = size.qkv_layer + size.output_layer if borrow == "all" else 0
-    total = count * of_attention
+    total = count * of_attention * element.linear
     for layer in spread_whole(size.layers, count):
         has_experts = layer >= size.layers - size.expert_layers
-        total += size.expert_elements + size.shared_elements if has_experts else size.dense_elements
-    return int(total * element.linear * (parts - 1) / parts)
+        of_dense = size.dense_elements * element.linear
+        total += _experts_bytes(size, element) if has_experts else of_dense
+    return int(total * (parts - 1) / parts)

@@ -337,7 +337,7 @@ def _block_refusals(
         yield f"the quantization in config.json: {error}. Get the file again."
         return
     if cut is not None:
-        yield f"{cut}: {_or_parts('use smaller --widths', widest)}."
+        yield f"{cut}: use smaller --widths, or serve a bf16 checkpoint."
 
 
 def _are_plain_fp8(stored: StoredQuantization) -> bool:

@@ -69,6 +69,12 @@ CPU_MAX_NUM_SEQS = 64
 """Default maximum of running tasks of a group on CPU."""
 
 
+VIEWED_KINDS = frozenset(("tensor", "channel", "block", *ONLINE_FP8))
+"""Kinds of fp8 weights that ranks can view."""
+
+HOPPER = 9
+"""The major number of compute capability of H100 and H200 GPUs."""
+
 KV_BYTES = "--kv-cache-memory-bytes"
 
 
@@ -123,21 +129,35 @@ def replica_config(config: Config) -> VllmConfig:
     cell = config.cell
     holding = Holding(max(cell.widths), cell.weight_parts, cell.borrow)
     _refuse_unsupported(vllm_config, holding)
-    views_experts = vllm_config.model_config.is_moe and not holding.is_unviewed
-    if views_experts and quantizes_weights(vllm_config):
-        choose_expert_backend(vllm_config)
+    if holding.widest > 1 and not current_platform.is_cpu():
+        choose_kernels(vllm_config, holding, current_platform.get_device_capability())
     return vllm_config
 
 
-def choose_expert_backend(config: VllmConfig) -> None:
-    """Choose the kernel of quantized experts, if the user does not, so that ranks can view them.
+def choose_kernels(
+    config: VllmConfig, holding: Holding, capability: tuple[int, int] | None
+) -> None:
+    """Choose kernels of quantized weights that ranks can view or lend, if the user does not.
 
-    vLLM itself chooses by the width, and may choose one that mixes the weights of several experts.
+    vLLM chooses kernels of experts by the width, also one that mixes the weights of several
+    experts. Its choice for block-scaled fp8 can be viewed on Hopper GPUs; on later ones it packs
+    the scales, and on earlier ones the weights.
     """
-    assert config.quant_config is not None, "weights are quantized."
-    if config.kernel_config.moe_backend == "auto":
-        is_mxfp4 = config.quant_config.get_name() in MXFP4_QUANTIZATIONS
-        config.kernel_config.moe_backend = "marlin" if is_mxfp4 else "triton"
+    quant = config.quant_config
+    if quant is None or not quantizes_weights(config):
+        return
+    kernels, is_mxfp4 = config.kernel_config, quant.get_name() in MXFP4_QUANTIZATIONS
+    kinds = set(_weight_kinds(quant)) if quant.get_name() in FP8_QUANTIZATIONS else {"other"}
+    is_fp8 = kinds <= VIEWED_KINDS
+    is_viewed = not holding.is_unviewed
+    lends = holding.parts > 1 and holding.borrow != "none"
+    chooses_experts = config.model_config.is_moe and kernels.moe_backend == "auto"
+    if chooses_experts and (is_mxfp4 or is_fp8) and (is_viewed or lends):
+        kernels.moe_backend = "marlin" if is_mxfp4 else "triton"
+    major = capability[0] if capability is not None else 0
+    in_blocks = is_fp8 and "block" in kinds and kernels.linear_backend == "auto"
+    if in_blocks and is_viewed and major != HOPPER:
+        kernels.linear_backend = "cutlass" if major > HOPPER else "triton"
 
 
 def _names_kv_bytes(given: Sequence[GivenOption]) -> bool:
@@ -181,7 +201,7 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> 
         return refusal(
             f"quantization {name!r} together with --quantization-config", "leave the latter out"
         )
-    if not set(_weight_kinds(quant)) <= {"tensor", "channel", "block", *ONLINE_FP8}:
+    if not VIEWED_KINDS.issuperset(_weight_kinds(quant)):
         return other_scales_refusal(name, holding.widest)
     return None
 
@@ -212,8 +232,12 @@ def _weight_kinds(quant: Any) -> list[str]:
     )
 
     spec = quant.args.linear
-    viewed = kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym
-    return ["channel" if spec is not None and spec.weight in viewed else "other"]
+    kinds = {
+        kFp8StaticTensorSym: "tensor",
+        kFp8StaticChannelSym: "channel",
+        kFp8Static128BlockSym: "block",
+    }
+    return [kinds.get(spec.weight, "other") if spec is not None else "other"]
 
 
 def _scheme_kind(scheme: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.online import fp8 as online
 
 from tests.harness.vllm.block_kernels import spread
 from tests.harness.vllm.mxfp4_models import dequantized
+from tests.harness.vllm.trees import FP8, FP8_MAX
 
 
 class TorchExperts(modular_kernel.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -85,15 +86,37 @@ class TorchExperts(modular_kernel.FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> None:
         """Numbers below zero are experts of other ranks."""
         output.zero_()
+        scale = self._common_scale(hidden_states, w1, topk_ids)
         for expert in topk_ids[topk_ids >= 0].unique().tolist():
             chance = (topk_weights * (topk_ids == expert)).sum(1, keepdim=True)
-            rows = hidden_states.float() @ self._weight(w1, self.w1_scale, expert).t()
-            if self.w1_bias is not None:
-                rows = rows + self.w1_bias[expert].float()
-            given = self._gated(rows) @ self._weight(w2, self.w2_scale, expert).t()
+            rows = self._rows(hidden_states, w1, expert)
+            between = self._rounded(self._gated(rows), scale)
+            given = between @ self._weight(w2, self.w2_scale, expert).t()
             if self.w2_bias is not None:
                 given = given + self.w2_bias[expert].float()
             output += (given * chance).to(output.dtype)
+
+    def _rows(self, hidden_states: torch.Tensor, w1: torch.Tensor, expert: int) -> torch.Tensor:
+        rows = hidden_states.float() @ self._weight(w1, self.w1_scale, expert).t()
+        return rows if self.w1_bias is None else rows + self.w1_bias[expert].float()
+
+    def _common_scale(
+        self, hidden_states: torch.Tensor, w1: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What vLLM's kernels divide the numbers of all tokens by, where they have one scale."""
+        is_fp8 = self.quant_dtype == FP8 and self.a2_scale is None
+        if not is_fp8 or self.block_shape is not None or self.per_act_token_quant:
+            return None
+        largest = [
+            self._gated(self._rows(hidden_states[(topk_ids == expert).any(1)], w1, expert)).abs()
+            for expert in topk_ids[topk_ids >= 0].unique().tolist()
+        ]
+        return torch.stack([each.max() for each in largest if each.numel()]).max() / FP8_MAX
+
+    def _rounded(self, between: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return between
+        return (between / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
 
     def _gated(self, rows: torch.Tensor) -> torch.Tensor:
         alpha, limit = self.quant_config.gemm1_alpha, self.quant_config.gemm1_clamp_limit

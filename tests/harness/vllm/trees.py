@@ -8,7 +8,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,15 +176,32 @@ def scaled_fp8_quant(
 
 
 @contextmanager
-def tree_process(folder: Path) -> Iterator[None]:
-    """This process as vLLM's only rank for the length of the block."""
+def like_a_gpu() -> Iterator[None]:
+    """Let vLLM on CPU compute as on a GPU for the length of the block, on one thread."""
     threads, quantize = torch.get_num_threads(), _custom_ops.scaled_fp8_quant
-    os.environ.setdefault("VLLM_DIST_IDENT", "trees")
     # Processors with AMX would get a kernel of their own, which packs its weights: GPUs do not.
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "CPUFp8PerTensorScaledMMLinearKernel")
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+    try:
+        yield
+    finally:
+        _custom_ops.scaled_fp8_quant = quantize
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def tree_process(folder: Path, device: torch.device = CPU) -> Iterator[None]:
+    """This process as vLLM's only rank for the length of the block."""
+    with like_a_gpu() if device.type == "cpu" else nullcontext(), only_rank(folder):
+        yield
+
+
+@contextmanager
+def only_rank(folder: Path) -> Iterator[None]:
+    """vLLM's groups of a rank that is alone, which meet in a file of this folder."""
+    os.environ.setdefault("VLLM_DIST_IDENT", "trees")
     config = AsyncEngineArgs(
         model=str(write_and_name(folder / "first")), skip_tokenizer_init=True
     ).create_engine_config()
@@ -197,8 +214,6 @@ def tree_process(folder: Path) -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        _custom_ops.scaled_fp8_quant = quantize
-        torch.set_num_threads(threads)
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 
@@ -224,9 +239,13 @@ class Trees:
         self.shards = shards
         args = AsyncEngineArgs(model=str(folder), **{**options, **engine})
         self.base = args.create_engine_config()
+        self.prepare()
         self.config = mode_config(self.base, ModeKey(Mode.DP, 1))
         with set_current_vllm_config(self.config):
             self.replica: nn.Module = load_replica(self.config, shards)
+
+    def prepare(self) -> None:
+        """Change the configuration before anything is built."""
 
     def view(self, width: int, rank: int) -> nn.Module:
         """A fresh tree of one rank of a group of this width."""
@@ -265,9 +284,9 @@ def one_of(width: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def experts_process(folder: Path) -> Iterator[None]:
+def experts_process(folder: Path, device: torch.device = CPU) -> Iterator[None]:
     """The same for models with experts: vLLM makes their group for such a model alone."""
-    with tree_process(folder):
+    with tree_process(folder, device):
         parallel_state._EP = parallel_state._TP
         try:
             yield

@@ -31,7 +31,7 @@ from tests.harness.coordinator.published_models import QWEN3_30B_A3B, QWEN3_32B
 from tests.harness.vllm.families import FAMILIES, SIZES, Family
 
 MODEL = {**QWEN3_32B, "model_type": "qwen3", "max_position_embeddings": 40_960}
-BF16 = ElementBytes(2, 2, 2)
+BF16 = ElementBytes(2, 2, 2, 2)
 
 
 def facts(*words: str, config: dict[str, Any] = MODEL, memory: int = 80 * GIB) -> ModelFacts:
@@ -118,6 +118,33 @@ def test_bytes_of_linear_layers(
 ) -> None:
     found = element_bytes(config, read_options(words)[0])
     assert found.linear == pytest.approx(linear, abs=0.005)
+
+
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def test_experts_alone_are_of_four_bits_and_padded() -> None:
+    """Marlin pads 2,880 hidden numbers to 3,072 and 2,880 inner ones to 2,944."""
+    size, found = model_size(GPT_OSS_120B), element_bytes(GPT_OSS_120B)
+    assert size is not None
+    assert (found.linear, found.other) == (2, 2)
+    assert found.experts == pytest.approx(4.25 / 8 * (3072 / 2880) * (2944 / 2880))
+    held = held_bytes(size, found).total
+    assert held == pytest.approx(70.1e9, rel=0.01)
+    assert held_bytes(size, found, 2, "none").total < 0.52 * held
 
 
 @pytest.mark.parametrize(

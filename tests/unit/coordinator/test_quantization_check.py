@@ -94,7 +94,7 @@ def test_a_quantization_that_ranks_serve(
     change(model, quantization_config=quantization)
     check(model, device="cuda")
     found = element_bytes({"quantization_config": quantization})
-    assert found == ElementBytes(1, 2, kv_bytes)
+    assert found == ElementBytes(1, 2, kv_bytes, 1)
 
 
 def test_experts_in_mxfp4_are_served(model: Path) -> None:
@@ -114,7 +114,7 @@ def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
             check(model, *words)
     found = find_model(str(model), {})
     assert found.config is not None
-    assert element_bytes(found.config) == ElementBytes(1, 2, 1)
+    assert element_bytes(found.config) == ElementBytes(1, 2, 1, 1)
     change(model, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigError, match="'awq'"):
         check(model, device="cuda")
@@ -123,9 +123,8 @@ def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
 PACKED: tuple[dict[str, Any], ...] = (
     {"quant_method": "awq"},
     {"quant_method": "gptq"},
-    {"quant_method": "fp8", "weight_block_size": [96, 128]},
+    {"quant_method": "nvfp4"},
 )
-"""The demo model's heads are of 32 numbers, which no rank has three of."""
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -145,9 +144,6 @@ def test_packed_weights_are_served_where_each_rank_holds_a_part_of_its_own(
         with pytest.raises(ConfigError, match="use --weight-parts 4 --borrow all, where"):
             check(model, **wide, **more)
     alone: dict[str, Any] = {"device": device, "ranks": 1, "widths": [1], "layout": "dp1"}
-    if device == "cuda" and packed["quant_method"] == "fp8":
-        check(model, **alone)
-        return
     with pytest.raises(ConfigError, match=r"serve (the|a) bf16") as refused:
         check(model, **alone)
     assert "--weight-parts" not in str(refused.value)
@@ -204,6 +200,11 @@ def test_blocks_are_viewed_where_no_border_of_a_rank_cuts_them(
         return
     with pytest.raises(ConfigError, match=f"width 4 gives each rank {cut} of a layer, which cuts"):
         check(model, **wide)
+    change(model, num_attention_heads=6, num_key_value_heads=2)
+    with pytest.raises(ConfigError) as refused:
+        check(model, **wide)
+    assert "query heads" in str(refused.value)
+    assert "cuts" not in str(refused.value)
 
 
 def test_blocks_that_vllm_makes_are_cut_as_well(model: Path) -> None:
@@ -230,6 +231,6 @@ def test_kv_alone_may_be_quantized(model: Path, device: str, groups: dict[str, A
     alone = {**COMPRESSED, "config_groups": groups, "kv_cache_scheme": KV}
     change(model, quantization_config=alone)
     check(model, device=device)
-    assert element_bytes({"quantization_config": alone}) == ElementBytes(2, 2, 1)
+    assert element_bytes({"quantization_config": alone}) == ElementBytes(2, 2, 1, 2)
     given = read_options(["--kv-cache-dtype", "bfloat16"])[0]
     assert element_bytes({"quantization_config": alone}, given).kv == 2

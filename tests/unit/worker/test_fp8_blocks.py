@@ -3,6 +3,7 @@
 On CPU vLLM's Triton kernel computes them in plain torch; tests/gpu/test_models.py has the others.
 """
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,15 @@ from vllm.model_executor.kernels.linear import (
     MarlinFP8ScaledMMLinearKernel,
     TritonFp8BlockScaledMMKernel,
 )
+from vllm.model_executor.kernels.linear.scaled_mm import flashinfer
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.warmup import deep_gemm_warmup
 
 from tests.harness.vllm.block_kernels import spread, triton_blocks_on_cpu
 from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.trees import BLOCK, BLOCK_SCALES, CPU, Trees, tree_process, write_model
 from worker.engine.weights import fp8, fp8_blocks
+from worker.engine.weights.deep_gemm import PROVIDER, note_kernels
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.selftest import prove_tree, stored_rows
 from worker.engine.weights.tree import foreign_bytes
@@ -243,3 +247,49 @@ def test_shards_that_cut_blocks_are_refused(tmp_path: Path, loaded: dict[str, Tr
     )
     with pytest.raises(ViewError, match=r"48 inputs per rank in width 2, which cuts blocks of 32"):
         fp8_blocks.check_share(DOWN, share, source, 2)
+
+
+def test_flashinfers_kernel_rounds_few_tokens_by_itself(loaded: dict[str, Trees]) -> None:
+    """The self-test rounds its input as the kernel does: DeepGEMM's scales are powers of two."""
+    source = inspect.getsource(flashinfer._dynamic_flashinfer_deepgemm_blockscale_gemm_impl)
+    assert f"input.shape[0] < {fp8_blocks.FLASHINFER_TOKENS}" in source
+    assert "if envs.VLLM_BATCH_INVARIANT:\n        return run_deepgemm" in source
+    own = fp8.kernel_of(linears(loaded["block"].replica)[DOWN])
+    assert own is not None
+
+    def coarse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, scales = own.quant_fp8(x)
+        return quantized, torch.exp2(torch.ceil(torch.log2(scales)))
+
+    made = kernel(
+        FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+        config=own.config,
+        weight_group_shape=own.weight_group_shape,
+        quant_fp8=own.quant_fp8,
+        fallback=kernel(DeepGemmFp8BlockScaledMMKernel, quant_fp8=coarse),
+    )
+    for tokens in (8, 31, 32, 512):
+        x = torch.randn(tokens, 2 * BLOCK)
+        quantized, scales = own.quant_fp8(x) if tokens < 32 else coarse(x)
+        wanted = quantized.float() * spread(scales, [1, BLOCK], (tokens, 2 * BLOCK))
+        assert torch.equal(fp8_blocks.as_quantized(made, x), wanted)
+
+
+def test_layers_that_deep_gemm_computes_are_noted_for_its_warm_up(
+    loaded: dict[str, Trees],
+) -> None:
+    """Also where they are views, and not where a view has another kernel."""
+    tree = loaded["block"].view(2, 0)
+    config = fp8.kernel_of(linears(tree)[DOWN]).config  # type: ignore[union-attr]
+    deep_gemm = kernel(DeepGemmFp8BlockScaledMMKernel, config=config)
+    dynamic = kernel(FlashInferFp8DeepGEMMDynamicBlockScaledKernel, fallback=deep_gemm)
+    for name, layer in linears(tree).items():
+        setattr(layer, PROVIDER, object())
+        chosen = {"qkv_proj": dynamic, "down_proj": deep_gemm}.get(name.rpartition(".")[2])
+        if chosen is not None:
+            layer.quant_method = fp8.ViewedFp8Method(chosen)
+    note_kernels(tree)
+    for name, layer in linears(tree).items():
+        is_noted = name.endswith(("qkv_proj", "down_proj"))
+        assert getattr(layer, PROVIDER, None) is (deep_gemm if is_noted else None), name
+    assert PROVIDER in inspect.getsource(deep_gemm_warmup._deep_gemm_linear_data)

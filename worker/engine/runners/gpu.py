@@ -38,6 +38,7 @@ from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, gi
 from worker.engine.scheduling.token_rows import take_arrays
 from worker.engine.sequence_parallel.exchange import Exchange
 from worker.engine.sequence_parallel.tree import capturing, exchange_of
+from worker.engine.weights.deep_gemm import warm_deep_gemm
 
 log = structlog.get_logger()
 keep_frozen()
@@ -444,6 +445,7 @@ class GpuModeRunner(GPUModelRunner):
         """
         for mode in self._trees:
             self.use(mode)
+            warm_deep_gemm(self._trees[mode], self.max_num_tokens)
             # Large enough for NCCL; custom all-reduce takes the small messages.
             self._dummy_run(self.max_num_tokens)
         self.use(self._first)

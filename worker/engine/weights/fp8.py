@@ -109,7 +109,10 @@ def check_quantized(name: str, layer: LinearBase) -> None:
         check_blocks(name, layer, kernel)
         keep_scales_by_inputs(layer)
         return
-    instead = "serve a bf16 checkpoint, also with --quantization fp8_per_channel on Hopper GPUs."
+    instead = (
+        "choose a kernel that keeps weights as they are with --linear-backend, such as triton, or "
+        "serve a bf16 checkpoint, also with --quantization fp8_per_channel on Hopper GPUs."
+    )
     if kernel is None or type(kernel) not in UNPACKED_KERNELS:
         found = type(layer.quant_method if kernel is None else kernel).__name__
         raise ViewError(

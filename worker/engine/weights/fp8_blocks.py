@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.model_executor.kernels.linear import (
     BlockWiseTorchFP8ScaledMMLinearKernel,
     CutlassFp8BlockScaledMMKernel,
@@ -38,6 +39,9 @@ PLAIN_BLOCK_KERNELS = (
 STRIDED_BLOCK_KERNELS = (DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
 """Those that honour the distance between a weight's rows."""
 
+FLASHINFER_TOKENS = 32
+"""Below this FlashInfer's kernel computes by itself, and from here on DeepGEMM does."""
+
 BY_INPUTS = "scales_by_inputs"
 """Name of a row-parallel layer's buffer of scales, (K / columns, N / rows of a block)."""
 
@@ -58,6 +62,21 @@ def block_scales(layer: nn.Module) -> torch.Tensor:
     return found
 
 
+def as_quantized(kernel: Fp8BlockScaledMMLinearKernel, x: torch.Tensor) -> torch.Tensor:
+    """Return (T, K) as the kernel's product sees it, in fp32.
+
+    FlashInfer's kernel quantizes few tokens itself, by scales that are no powers of two, and leaves
+    others to DeepGEMM.
+    """
+    quantize = kernel.quant_fp8
+    if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+        is_deep_gemm = envs.VLLM_BATCH_INVARIANT or len(x) >= FLASHINFER_TOKENS
+        quantize = kernel.fallback.quant_fp8 if is_deep_gemm else kernel.quant_fp8
+    quantized, scales = quantize(x)
+    each: torch.Tensor = scales.repeat_interleave(block_of(kernel)[1], 1)[:, : x.shape[1]]
+    return quantized.float() * each
+
+
 def check_blocks(name: str, layer: LinearBase, kernel: Fp8BlockScaledMMLinearKernel) -> None:
     """Refuse a loaded layer whose weight or scales are not as a checkpoint has them.
 
@@ -73,8 +92,8 @@ def check_blocks(name: str, layer: LinearBase, kernel: Fp8BlockScaledMMLinearKer
         raise ViewError(
             f"layer {name} has a {weight.dtype} weight of shape {tuple(weight.shape)} with "
             f"{scales.dtype} scales of shape {tuple(scales.shape)}, not a plain fp8 matrix of "
-            f"shape {shape} with fp32 scales of shape {blocks}: use --weight-parts with --borrow "
-            "all, where no rank views weights, or serve a bf16 checkpoint."
+            f"shape {shape} with fp32 scales of shape {blocks}: choose a kernel that keeps them "
+            "so with --linear-backend, such as triton, or serve a bf16 checkpoint."
         )
 
 
@@ -148,8 +167,7 @@ def check_share(name: str, module: LinearBase, source: LinearBase, width: int) -
         if share != whole and share % block:
             raise ViewError(
                 f"layer {name} has {share} {what} per rank in width {width}, which cuts blocks of "
-                f"{block} with one scale: use smaller --widths, or --weight-parts with --borrow "
-                "all, where no rank views weights."
+                f"{block} with one scale: use smaller --widths, or serve a bf16 checkpoint."
             )
 
 

@@ -204,8 +204,8 @@ def check_borders(layer: LinearBase, sizes: Sequence[int]) -> None:
     if block is not None and any(size % block[0] for size in sizes):
         raise ViewError(
             f"layer {layer.prefix} has blocks of {block[0]} rows with one scale, and shards of "
-            f"{', '.join(map(str, sizes))} rows would cut them: use smaller --widths, or "
-            "--weight-parts with --borrow all, where no rank views weights."
+            f"{', '.join(map(str, sizes))} rows would cut them: use smaller --widths, or serve a "
+            "bf16 checkpoint."
         )
 
 

@@ -80,7 +80,7 @@ def find_part(
     with _no_cached_ropes():
         tree = _tree_without_weights(config, plan)
         _bind(tree, manifest, own, rest)
-        check_viewable(tree)
+        check_viewable(tree, plan.shards)
         view_gated(tree)
         check_outcomes(compute(tree.eval()), manifest.outcomes, rest.device)
     return tree, StoredPart(manifest, own)

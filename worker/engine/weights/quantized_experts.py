@@ -40,6 +40,18 @@ def backend_of(experts: nn.Module) -> Backend | None:
     return None
 
 
+def has_common_scale(experts: RoutedExperts) -> bool:
+    """Return whether experts quantize what lies between their layers by one scale for all tokens.
+
+    It is the largest number of all of them, so it depends on which experts compute.
+    """
+    described = getattr(experts.quant_method, "moe_quant_config", None)
+    if not isinstance(backend_of(experts), Fp8MoeBackend) or described is None:
+        return False
+    is_one = not described.per_act_token_quant and described.block_shape is None
+    return is_one and described.a2_scale is None
+
+
 def check_quantized_experts(name: str, experts: RoutedExperts) -> None:
     """Refuse quantized experts whose kernel has another form of weights.
 
@@ -84,7 +96,11 @@ def bind_quantized_experts(
 
 
 def make_kernel(experts: RoutedExperts) -> None:
-    """Give quantized experts a method of their own, with a kernel of the tensors they have now."""
+    """Give quantized experts a method of their own, with a kernel of the tensors they have now.
+
+    Raises:
+        ValueError: from vLLM, if the backend cannot compute this layer.
+    """
     experts.quant_method = method = copy.copy(experts.quant_method)
     method.moe_quant_config = method.get_fused_moe_quant_config(experts)
     own: dict[str, Any] = {

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowP
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from worker.engine.weights.fp8 import is_quantized, kernel_of
-from worker.engine.weights.fp8_blocks import block_of, block_scales, layer_block
+from worker.engine.weights.fp8_blocks import as_quantized, block_scales, layer_block
 from worker.engine.weights.layers import (
     ShardMajorMerged,
     ShardMajorQKV,
@@ -236,10 +236,7 @@ def _as_computed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if kernel is None:
         return x.float()
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
-        # A kernel that quantizes by itself has one beside it that does as vLLM does elsewhere.
-        quantized, scales = getattr(kernel, "fallback", kernel).quant_fp8(x)
-        columns = block_of(kernel)[1]
-        return quantized.float() * scales.repeat_interleave(columns, 1)[:, : x.shape[1]]
+        return as_quantized(kernel, x)
     _, _, scale, bound = kernel._get_layer_params(layer)
     quantized, scales = kernel.quant_fp8(x, scale, bound)
     return quantized[: x.shape[0]].float() * scales

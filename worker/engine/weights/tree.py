@@ -84,7 +84,7 @@ def load_replica(
         model = get_model(vllm_config=config)
     mark_experts(model, unviewed=plan.unviewed)
     _keep_plain_head(model)
-    check_viewable(model)
+    check_viewable(model, shards)
     view_gated(model)
     return model
 
@@ -134,10 +134,10 @@ def _keep_plain_head(model: nn.Module) -> None:
             module.cpu_linear = nn.functional.linear
 
 
-def check_viewable(model: nn.Module) -> None:
-    """Refuse layers whose memory is packed, transposed or unknown."""
+def check_viewable(model: nn.Module, shards: int) -> None:
+    """Refuse layers whose memory is packed, transposed or unknown; nobody views a single shard."""
     for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts) and not is_unviewed(module):
+        if isinstance(module, RoutedExperts) and not is_unviewed(module) and shards > 1:
             check_experts(name, module)
         if is_shared(module):
             continue
