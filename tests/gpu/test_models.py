@@ -35,15 +35,16 @@ class Kind:
     model: str
     kv_cache_dtype: str = "auto"
     limits: dict[str, Any] = field(default_factory=dict)
+    has_experts: bool = False
 
 
 KINDS = {
-    "qwen3-moe": Kind("qwen3-moe-a3b"),
-    "mixtral": Kind("mixtral-8x7b"),
+    "qwen3-moe": Kind("qwen3-moe-a3b", has_experts=True),
+    "mixtral": Kind("mixtral-8x7b", has_experts=True),
     "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
     "kv-scales": Kind("kv-scales"),
     "fp8-block": Kind("fp8-block"),
-    "fp8-block-moe": Kind("fp8-block-moe"),
+    "fp8-block-moe": Kind("fp8-block-moe", has_experts=True),
     "gpt-oss": Kind("gpt-oss"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
@@ -61,8 +62,14 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
-    model, kv = checkpoint(kind.model, folder), kind.kv_cache_dtype
-    with serving(folder, request.param, model, limits=kind.limits, kv_cache_dtype=kv) as up:
+    with serving(
+        folder,
+        request.param,
+        checkpoint(kind.model, folder),
+        limits=kind.limits,
+        kv_cache_dtype=kind.kv_cache_dtype,
+        has_experts=kind.has_experts,
+    ) as up:
         yield up
 
 

@@ -1,9 +1,10 @@
 """Plain vLLM as the reference: generate with a static tp size and save every step's logits.
 
-Run in a process: `tests.harness.vllm.static_vllm SPEC.json OUT.npz`. SPEC names the
-model folder, dtype, tp, a quantization if any, the prompts (token ids), how many tokens to generate
-and the texts (token ids) to score. With an fp8 KV cache, linear layers on CPU are not packed:
-packed ones sum in another order, and what they give may be rounded to another number of fp8.
+Run in a process: `tests.harness.vllm.static_vllm SPEC.json OUT.npz`. SPEC names the model folder,
+dtype, tp, a quantization if any, whether ranks have whole experts, the prompts (token ids), how
+many tokens to generate and the texts (token ids) to score. With an fp8 KV cache, linear layers on
+CPU are not packed: packed ones sum in another order, and what they give may be rounded to another
+number of fp8.
 Nothing of ours is imported.
 """
 
@@ -71,6 +72,7 @@ def main() -> None:
         quantization=spec.get("quantization"),
         kv_cache_dtype=spec.get("kv_cache_dtype", "auto"),
         tensor_parallel_size=spec["tp"],
+        enable_expert_parallel=spec.get("expert_parallel", False),
         max_model_len=spec["max_model_len"],
         gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),
         **OPTIONS,
