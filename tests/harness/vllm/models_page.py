@@ -2,9 +2,12 @@
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.harness.cells.features import FEATURES, MODES
 from tests.harness.cells.servers import ROOT
+from tests.harness.cells.switch_matrix import Plan
 from tests.harness.vllm.families import REFUSED, SERVED, Family
 from tests.harness.vllm.multimodal_models import MULTIMODAL
+from tests.harness.vllm.weight_forms import FORMS
 
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """# Models
@@ -46,6 +49,23 @@ These families are served with `--widths 1` alone.
 | family | architecture | reason |
 |---|---|---|
 """
+FORMS_HEAD = """
+## Forms of weights and KV
+
+Modes are `dp`, `tp`, `sp`, `shift`, `pp` and mixed layouts. aileron refuses a form that the table
+does not have, and gives the reason. Tests are in `tests/`.
+
+| form | modes on GPUs | over `--weight-parts` | on CPU | CPU test | GPU test | its result |
+|---|---|---|---|---|---|---|
+"""
+FEATURES_HEAD = """
+## Features by mode
+
+`integration/test_features.py` asks two CPU ranks in fp32 for each of these in each mode: the
+answers are the same. Running tasks keep their tokens over switches in
+`integration/test_switch_matrix.py` and `integration/test_pipeline_seeds.py`.
+
+"""
 TAIL = """
 ## Not served
 
@@ -71,6 +91,11 @@ def architecture_of(family: Family) -> str:
     return name if isinstance(name, str) else name[0]
 
 
+def _is_crossed(mode: str, plan: Plan) -> str:
+    """Whether tests carry running tasks into and out of a mode by a plan."""
+    return "not tested" if (mode, plan) == ("pp", Plan.SPECULATE) else "yes"
+
+
 def page() -> str:
     """The whole page."""
     served = [
@@ -80,8 +105,25 @@ def page() -> str:
     refused = [
         f"| {each.name} | `{architecture_of(each)}` | {each.refused} |\n" for each in REFUSED
     ]
+    forms = [
+        f"| {each.name} | {each.modes} | {each.parts} | {each.cpu} | `{each.cpu_test}` "
+        f"| `{each.gpu_test}` | {each.gpu} |\n"
+        for each in FORMS
+    ]
+    features = [
+        "| feature | " + " | ".join(MODES) + " |\n",
+        "|---" * (1 + len(MODES)) + "|\n",
+        *(f"| {name} |" + " yes |" * len(MODES) + "\n" for name in FEATURES),
+        *(
+            f"| running tasks over a switch by `{plan}` |"
+            + "".join(f" {_is_crossed(mode, plan)} |" for mode in MODES)
+            + "\n"
+            for plan in Plan
+        ),
+    ]
     texts = [f"| {each.name} | `{each.architecture}` | {each.text.name} |\n" for each in MULTIMODAL]
-    return "".join([HEAD, *served, TEXTS, *texts, REFUSALS, *refused, TAIL])
+    pages = [HEAD, *served, TEXTS, *texts, REFUSALS, *refused]
+    return "".join([*pages, FORMS_HEAD, *forms, FEATURES_HEAD, *features, TAIL])
 
 
 if __name__ == "__main__":

@@ -6,10 +6,17 @@ from coordinator.protocol.tested_models import TESTED_ARCHITECTURES
 from tests.harness.vllm.families import REFUSED, SERVED
 from tests.harness.vllm.models_page import PAGE, architecture_of, page
 from tests.harness.vllm.multimodal_models import MULTIMODAL
+from tests.harness.vllm.weight_forms import FORMS
 
 
 def test_the_page_is_of_the_catalog() -> None:
     assert PAGE.read_text() == page(), "run `python -m tests.harness.vllm.models_page`"
+
+
+def test_the_tests_of_each_form_exist() -> None:
+    tests = Path(__file__).resolve().parents[2]
+    named = {name for form in FORMS for name in (form.cpu_test, form.gpu_test)}
+    assert not [name for name in named if not (tests / name).exists()]
 
 
 def test_the_product_lists_what_is_tested() -> None:
