@@ -16,6 +16,7 @@ from coordinator.protocol.engine_options import GivenOption, last_value
 from coordinator.protocol.model_size import ModelSize, model_size
 from coordinator.protocol.stored_quantization import (
     COMPRESSED,
+    MXFP4_QUANTIZATIONS,
     StoredQuantization,
     object_of,
     stored_quantization,
@@ -31,10 +32,9 @@ GROUP_BITS = 20
 """Bits of a scale (16) and a zero (4) of one group of AWQ or GPTQ."""
 GROUP_DEFAULT = 128
 """Weights in such a group where the checkpoint does not say."""
-_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "bitsandbytes": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0}
+_BITS = {"nvfp4": 4.5, "bitsandbytes": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0}
+_BITS |= dict.fromkeys(MXFP4_QUANTIZATIONS, 4.25)
 """Quantization -> bits of a weight, with its scales."""
-EXPERTS_ALONE = "mxfp4"
-"""The quantization that leaves all but experts as they are."""
 MARLIN_MULTIPLES = (256, 128)
 """What Marlin pads the hidden size and the inner size of experts in MXFP4 to multiples of."""
 _GROUPED = ("awq", "gptq", "awq_marlin", "gptq_marlin", "auto-round")
@@ -63,7 +63,7 @@ def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()
     stored = stored_quantization(config, last_value(options, "--quantization"))
     bits = _quantized_bits(stored) if stored is not None and stored.has_weights else None
     linear = experts = other if bits is None else bits / 8
-    if stored is not None and stored.method.lower() == EXPERTS_ALONE:
+    if stored is not None and stored.method.lower() in MXFP4_QUANTIZATIONS:
         linear, experts = other, experts * _padding(config)
     usual = KV_BYTES["fp8"] if stored is not None and stored.kv == "fp8" else other
     kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", usual)

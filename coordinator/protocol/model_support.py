@@ -19,6 +19,7 @@ from coordinator.protocol.stored_quantization import (
     FIELDS,
     MODELOPT,
     MODELOPT_FP8,
+    MXFP4_QUANTIZATIONS,
     StoredQuantization,
     object_of,
     stored_quantization,
@@ -28,8 +29,6 @@ ONLINE_FP8 = ("fp8_per_tensor", ONLINE_BLOCKS, "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 FP8_QUANTIZATIONS = ("fp8", "online", COMPRESSED, MODELOPT)
 """vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
-MXFP4_QUANTIZATIONS = ("mxfp4", "gpt_oss_mxfp4")
-"""vLLM's names of checkpoints whose experts alone are of four bits."""
 KV_TYPES = ("auto", *KV_BYTES)
 """KV cache types that can be served."""
 

@@ -11,6 +11,8 @@ COMPRESSED = "compressed-tensors"
 """The format of llm-compressor's checkpoints."""
 MODELOPT, MODELOPT_FP8 = "modelopt", "FP8"
 """ModelOpt's fp8 checkpoints, and its name of those with per-tensor scales."""
+MXFP4_QUANTIZATIONS = ("mxfp4", "gpt_oss_mxfp4")
+"""vLLM's names of checkpoints whose experts alone are of four bits."""
 FIELDS = ("quantization_config", "compression_config")
 """Where config.json describes quantized weights."""
 

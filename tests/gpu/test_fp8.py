@@ -5,7 +5,7 @@ Needs two NVIDIA GPUs of compute capability 8.9 or more and vLLM's CUDA build:
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.vllm import cuda_scores
+from tests.harness.vllm.graph_times import microseconds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -76,24 +77,6 @@ def test_loss_is_that_of_static_vllm(static: dict[int, list[Any]], cell: BareCel
             # Rounding to fp8 turns a last bit into a step of 1/16; the mean must not move.
             assert error <= max(2 * by_nature, 1e-3), line
             assert abs(scores.mean() - wanted.mean()) < 0.02, line
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """Device time of one call, from a captured graph of twenty."""
-    import torch
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / 20
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

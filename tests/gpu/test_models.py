@@ -8,11 +8,11 @@ capability 8.9 or more): `python -m pytest -m gpu tests/gpu/test_models.py -s` p
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.vllm.checkpoints import checkpoint
 from tests.harness.vllm.cuda_checkpoint import (
     LAYOUTS,
     Served,
@@ -20,10 +20,6 @@ from tests.harness.vllm.cuda_checkpoint import (
     check_moves,
     serving,
 )
-from tests.harness.vllm.mxfp4_models import write_gpt_oss
-from tests.harness.vllm.quantized_models import CONFIGS as QUANTIZED
-from tests.harness.vllm.quantized_models import write_quantized
-from tests.harness.vllm.tiny_models import model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -48,13 +44,6 @@ KINDS = {
     "gpt-oss": Kind("gpt-oss"),
     "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
 }
-
-
-def checkpoint(name: str, folder: Path) -> Path:
-    """The folder of a model of this name."""
-    if name == "gpt-oss":
-        return write_gpt_oss(folder)[0]
-    return write_quantized(folder, name)[0] if name in QUANTIZED else model_of(name, folder)
 
 
 @pytest.fixture(scope="module", params=KINDS)

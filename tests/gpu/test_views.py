@@ -4,7 +4,7 @@ Needs one NVIDIA GPU (fp8: compute capability 8.9 or more) and vLLM's CUDA build
 for every rank: `python -m pytest -m gpu tests/gpu/test_views.py -s` prints the kernels and times.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from coordinator.protocol.model_support import Holding
-from tests.harness.vllm.mxfp4_models import write_gpt_oss
+from tests.harness.vllm.checkpoints import checkpoint
+from tests.harness.vllm.graph_times import microseconds
 from tests.harness.vllm.quantized_models import write_quantized
-from tests.harness.vllm.tiny_models import model_of
 from tests.harness.vllm.trees import Trees, experts_process
 from worker.engine.config import choose_kernels
 from worker.engine.weights import fp8_blocks
@@ -46,18 +46,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Models, and how vLLM quantizes some of them while it loads them."""
 WIDTH = 2
-MANY = 20
-"""Calls in a graph."""
 
 
-def checkpoint(kind: str, folder: Path) -> Path:
-    if kind == "gpt-oss":
-        return write_gpt_oss(folder)[0]
+def model_folder(kind: str, folder: Path) -> Path:
     if kind.startswith("wide"):
         return write_quantized(folder, "fp8-block")[1]
-    if kind.startswith("fp8"):
-        return write_quantized(folder, kind)[0]
-    return model_of(kind.removesuffix("-tensors"), folder)
+    return checkpoint(kind.removesuffix("-tensors"), folder)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +87,7 @@ def kernels(tree: nn.Module) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_of_a_rank_are_views_that_compute_right(kind: str, process: Path) -> None:
-    model = checkpoint(kind, process / kind)
+    model = model_folder(kind, process / kind)
     trees = CudaTrees(model, shards=WIDTH, dtype="bfloat16", **KINDS[kind])
     print(kind, "whole", kernels(trees.replica))
     own: dict[str, Any] = {"device": DEVICE, "shards": WIDTH}
@@ -103,22 +97,6 @@ def test_trees_of_a_rank_are_views_that_compute_right(kind: str, process: Path) 
         assert foreign_bytes(tree, trees.replica) == 0
         assert prove_tree(tree, trees.replica, width=WIDTH, rank_in_group=rank, **own)
         print(kind, f"rank {rank} of {WIDTH}", kernels(tree))
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """Device time of one call, from a captured graph."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(MANY):
-            run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / MANY
 
 
 def test_a_range_of_inputs_in_blocks_takes_about_as_long_as_a_copy(process: Path) -> None:

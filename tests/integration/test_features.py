@@ -40,7 +40,7 @@ def client(running: Product) -> Iterator[openai.OpenAI]:
 def wanted(running: Product, client: openai.OpenAI) -> dict[str, Any]:
     """What `dp` answers."""
     running.switch(MODES["dp"], "recompute")
-    return {name: feature(client, "first") for name, feature in FEATURES.items()}
+    return {name: feature(client) for name, feature in FEATURES.items()}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,5 +48,5 @@ def test_every_feature_gives_the_same_in_every_mode(
     running: Product, client: openai.OpenAI, wanted: dict[str, Any], mode: str
 ) -> None:
     running.switch(MODES[mode], "recompute")
-    found = {name: feature(client, mode) for name, feature in FEATURES.items()}
+    found = {name: feature(client) for name, feature in FEATURES.items()}
     assert found == wanted

@@ -29,7 +29,6 @@ from coordinator.protocol.model_support import (
     LATENT_ATTENTION,
     LORA,
     MULTIMODAL,
-    MXFP4_QUANTIZATIONS,
     ONLINE_FP8,
     POOLING,
     RECURRENT,
@@ -48,6 +47,7 @@ from coordinator.protocol.stored_quantization import (
     COMPRESSED,
     MODELOPT,
     MODELOPT_FP8,
+    MXFP4_QUANTIZATIONS,
     is_plain_kv,
 )
 from kvadaptor.geometry import Split

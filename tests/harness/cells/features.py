@@ -5,6 +5,7 @@ docs/models.md lists what is here. Each function returns what must be equal in e
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ def contents(answer: Any) -> list[str]:
     return [choice.message.content for choice in answer.choices]
 
 
-def grammar(client: openai.OpenAI, mode: str) -> Any:
+def grammar(client: openai.OpenAI) -> Any:
     """An answer that a pattern allows."""
     body = {"structured_outputs": {"regex": PATTERN}}
     answer = ask(client, "Give me a number.", extra_body=body, max_tokens=40, temperature=0)
@@ -43,7 +44,7 @@ def grammar(client: openai.OpenAI, mode: str) -> Any:
     return text
 
 
-def logprobs(client: openai.OpenAI, mode: str) -> Any:
+def logprobs(client: openai.OpenAI) -> Any:
     """The likeliest tokens at each place."""
     answer = ask(
         client, "Count to ten.", logprobs=True, top_logprobs=2, max_tokens=12, temperature=0
@@ -52,22 +53,24 @@ def logprobs(client: openai.OpenAI, mode: str) -> Any:
     return [(each.token, round(each.logprob, LOGPROBS_DIGITS)) for each in found]
 
 
-def several_choices(client: openai.OpenAI, mode: str) -> Any:
+def several_choices(client: openai.OpenAI) -> Any:
     """Several answers to one prompt, drawn by a seed."""
     found = contents(ask(client, "Say a word.", n=3, seed=7, temperature=0.9, max_tokens=12))
     assert len(found) == 3
     return found
 
 
-def penalties(client: openai.OpenAI, mode: str) -> Any:
+def penalties(client: openai.OpenAI) -> Any:
     """Penalties, a bias and a text that ends it."""
     fields = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {"300": -20}}
     return contents(ask(client, "Go on.", **fields, stop=["\n\n\n"], max_tokens=24, temperature=0))
 
 
-def prefix_cache(client: openai.OpenAI, mode: str) -> Any:
+def prefix_cache(client: openai.OpenAI) -> Any:
     """A prompt that comes again is not computed again."""
-    text = f"{mode}: " + " ".join(f"def f{number}(): return {number}" for number in range(60))
+    text = f"{secrets.token_hex(4)}: " + " ".join(
+        f"def f{number}(): return {number}" for number in range(60)
+    )
     first, again = (ask(client, text, max_tokens=4, temperature=0) for _ in range(2))
     details = again.usage.prompt_tokens_details
     assert details is not None
@@ -76,7 +79,7 @@ def prefix_cache(client: openai.OpenAI, mode: str) -> Any:
     return None
 
 
-def batches(client: openai.OpenAI, mode: str) -> Any:
+def batches(client: openai.OpenAI) -> Any:
     """A file of requests through the batch API."""
     lines = [
         {
@@ -110,7 +113,7 @@ def batches(client: openai.OpenAI, mode: str) -> Any:
     )
 
 
-FEATURES: dict[str, Callable[[openai.OpenAI, str], Any]] = {
+FEATURES: dict[str, Callable[[openai.OpenAI], Any]] = {
     "grammars": grammar,
     "logprobs": logprobs,
     "several choices (`n`), seeds": several_choices,

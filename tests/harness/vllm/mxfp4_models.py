@@ -1,13 +1,12 @@
 """A tiny random gpt-oss with experts in MXFP4, as it is published, and the plain one it means."""
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GptOssConfig
 
+from tests.harness.vllm.quantized_models import store_pair
 from tests.harness.vllm.tiny_models import LONG, make_model
 
 GROUP = 32
@@ -27,6 +26,15 @@ CONFIG = GptOssConfig(
     rope_scaling=None,
     tie_word_embeddings=False,
 )
+
+
+QUANTIZATION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+        *("model.embed_tokens", "lm_head"),
+    ],
+}
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,16 +70,5 @@ def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
             weight.copy_(dequantized(blocks, scales).transpose(1, 2))
         else:
             stored[name] = weight.clone()
-    save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(plain, own)
-    save_file(stored, own / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-            *("model.embed_tokens", "lm_head"),
-        ],
-    }
-    (own / "config.json").write_text(json.dumps(config))
+    store_pair(plain, state, own, stored, QUANTIZATION)
     return own, plain

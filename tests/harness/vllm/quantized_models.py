@@ -4,8 +4,8 @@ The plain checkpoint has the weights that the quantized one means, in fp32, so p
 of it is the reference.
 """
 
-import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests.harness.coordinator.model_folders import change
 from tests.harness.vllm.tiny_models import LONG, make_model, model_of
 
 BITS, PER_WORD = 4, 8
@@ -76,13 +77,22 @@ def write_quantized(folder: Path, kind: str) -> tuple[Path, Path]:
             weight.copy_(meant)
         else:
             stored[name] = weight.clone()
-    save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(plain, quantized)
-    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = CONFIGS[kind]
-    (quantized / "config.json").write_text(json.dumps(config))
+    store_pair(plain, state, quantized, stored, CONFIGS[kind])
     return quantized, plain
+
+
+def store_pair(
+    plain: Path,
+    state: Mapping[str, torch.Tensor],
+    quantized: Path,
+    stored: Mapping[str, torch.Tensor],
+    described: Mapping[str, Any],
+) -> None:
+    """Store the weights that a quantized model means, and the model beside, as `described`."""
+    save_file({**state}, plain / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(plain, quantized)
+    save_file({**stored}, quantized / "model.safetensors", metadata={"format": "pt"})
+    change(quantized, quantization_config=described)
 
 
 def plain_model(name: str, folder: Path) -> Path:

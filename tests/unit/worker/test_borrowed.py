@@ -13,14 +13,15 @@ pytest.importorskip("vllm")
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.distributed import parallel_state
 
 from comm_pool.loans import loan_plan
 from tests.harness.faults import poisoned_ring
 from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
-from tests.harness.vllm.shared_parts import EXPERTS, SharedParts, output_of, outputs
-from tests.harness.vllm.trees import HEAD, HEADS, HIDDEN, INNER, VOCAB, Trees, tree_process
+from tests.harness.vllm.expert_models import write_experts
+from tests.harness.vllm.shared_parts import SharedParts, output_of, outputs
+from tests.harness.vllm.trees import HEADS, HIDDEN, INNER, VOCAB, Trees, tree_process
 from tests.harness.vllm.trees import write_and_name as write
 from worker.engine.weights import lending
 from worker.engine.weights.borrowed import (
@@ -91,22 +92,7 @@ def biased(process: Path) -> Trees:
 @pytest.fixture(scope="module")
 def moe(process: Path) -> Iterator[Trees]:
     """A random Qwen3-MoE of two layers."""
-    folder = process / "moe"
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        head_dim=HEAD,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    folder = write_experts(process / "moe", vocab_size=VOCAB)
     # vLLM makes this group for a model with experts alone, and the process began with another.
     parallel_state._EP = parallel_state._TP
     try:

@@ -36,7 +36,7 @@ from worker.engine.weights import fp8, fp8_blocks
 from worker.engine.weights.deep_gemm import PROVIDER, note_kernels
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.selftest import prove_tree, stored_rows
-from worker.engine.weights.tree import foreign_bytes
+from worker.engine.weights.tree import build_tp_tree, foreign_bytes
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -144,8 +144,6 @@ def test_halves_of_the_weights_are_viewed_too(
             rows = fp8_blocks.block_scales(source).chunk(parts, 1)[-1]
         assert torch.equal(fp8_blocks.block_scales(layer), rows), name
     with trees.group(4, 3) as config:
-        from worker.engine.weights.tree import build_tp_tree
-
         tree = build_tp_tree(config, half, shards=trees.shards, width=4, rank_in_group=3)
     assert foreign_bytes(tree, half) == 0
     prove_tree(tree, half, width=4, rank_in_group=3, device=CPU, shards=trees.shards)

@@ -8,36 +8,20 @@ pytest.importorskip("vllm")
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tests.harness.vllm.expert_models import EXPERTS, write_experts
 from tests.harness.vllm.trees import CPU, Trees, experts_process
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.moe import experts_of, prove_experts
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import check_widths, foreign_bytes
 
-EXPERTS = 8
-
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trees]:
     """A random Qwen3-MoE of two layers."""
     folder = tmp_path_factory.mktemp("moe")
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / "model")
+    write_experts(folder / "model")
     with experts_process(folder):
         yield Trees(folder / "model", dtype="float32")
 

@@ -7,12 +7,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory, manifest_name
 from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
+from tests.harness.vllm.expert_models import write_experts
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.stored_trees import check_same, end_process
 from tests.harness.vllm.trees import CPU, experts_process, write_and_name
@@ -32,22 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("parts")
     for kind in KINDS[:-1]:
         write_and_name(folder / kind, kind)
-    torch.manual_seed(3)
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
+    write_experts(folder / "moe", tie_word_embeddings=True)
     with experts_process(folder), triton_blocks_on_cpu():
         yield folder
 

@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
 from comm_pool.cpu.cell_memory import CellMemory, cell_memory
 from tests.harness.vllm.block_kernels import triton_blocks_on_cpu
 from tests.harness.vllm.expert_kernels import torch_experts_on_cpu
+from tests.harness.vllm.expert_models import EXPERTS, write_experts
 from tests.harness.vllm.mxfp4_models import write_gpt_oss
 from tests.harness.vllm.part_trees import PARTS, rank_of_parts
 from tests.harness.vllm.quantized_models import write_quantized
@@ -43,7 +43,6 @@ from worker.engine.weights.quantized_experts import has_common_scale
 from worker.engine.weights.selftest import prove_tree
 from worker.engine.weights.tree import foreign_bytes, load_replica, loading_plan
 
-EXPERTS = 8
 KINDS = ("fp8", "block", "channel", "compressed-block")
 PUBLISHED = "fp8-block-moe"
 """Blocks of 128, as Qwen3-30B-A3B-FP8 has them."""
@@ -57,21 +56,7 @@ ONLINE = "fp8_per_tensor"
 
 def write(folder: Path) -> None:
     """A random Qwen3-MoE of two layers in each form, and the plain one."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / "plain")
+    write_experts(folder / "plain", vocab_size=VOCAB, num_key_value_heads=4)
     plain = load_file(folder / "plain" / "model.safetensors")
     described = json.loads((folder / "plain" / "config.json").read_text())
     for kind in KINDS:

@@ -32,7 +32,7 @@ from worker.engine.weights.fp8 import adopt_attention
 from worker.engine.weights.layers import ShardMajorQKV, ShardPlan, ViewError, building
 from worker.engine.weights.moe import is_shared, real_expert_maps
 from worker.engine.weights.part_memory import TensorPlace, Unit, UnitKind, put_tensor
-from worker.engine.weights.quantized_experts import backend_of, make_kernel
+from worker.engine.weights.quantized_experts import make_kernels
 from worker.engine.weights.ring import LoanRing
 from worker.engine.weights.tree import adopt_meta, unbound_tensor
 
@@ -80,9 +80,7 @@ class BorrowedUnit:
                 layer.reduce_results = False
         for place, tensor in part.tensors:
             put_tensor(made[place.layer], place, tensor)
-        for layer in made.values():
-            if isinstance(layer, RoutedExperts) and backend_of(layer) is not None:
-                make_kernel(layer)
+        make_kernels(made.values())
         return made
 
 

@@ -77,6 +77,10 @@ They cover each bucket of our kernel, which this compiles, and both paths for ma
 """
 
 
+PLAIN_KERNELS = (*UNPACKED_KERNELS, *PLAIN_BLOCK_KERNELS)
+"""All vLLM kernels over weights that can be viewed."""
+
+
 def kernel_of(layer: nn.Module) -> Fp8Kernel | None:
     """Return the fp8 kernel of a linear layer; None if it has none that we know."""
     for owner in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
@@ -85,6 +89,11 @@ def kernel_of(layer: nn.Module) -> Fp8Kernel | None:
             if isinstance(kernel, (FP8ScaledMMLinearKernel, Fp8BlockScaledMMLinearKernel)):
                 return kernel
     return None
+
+
+def has_blocks(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is fp8 with a scale per block."""
+    return isinstance(kernel_of(layer), Fp8BlockScaledMMLinearKernel)
 
 
 def is_quantized(layer: nn.Module) -> bool:
@@ -106,7 +115,7 @@ def check_quantized(name: str, layer: LinearBase) -> None:
     # A fused silu-and-quantize would pass its result in a form whose shape cannot be undone.
     layer.requires_unquantized_input = isinstance(layer, RowParallelLinear)
     if isinstance(kernel, PLAIN_BLOCK_KERNELS):
-        check_blocks(name, layer, kernel)
+        check_blocks(name, layer)
         keep_scales_by_inputs(layer)
         return
     instead = (
@@ -297,7 +306,7 @@ def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> Fp8Kernel
     """Return the kernel for a share: vLLM's for a range of N, ours for a range of K."""
     chosen, whole = kernel_of(module), kernel_of(source)
     assert whole is not None, "check_quantized has seen the replica's kernel."
-    if isinstance(whole, Fp8BlockScaledMMLinearKernel):
+    if not isinstance(whole, FP8ScaledMMLinearKernel):
         return view_block_kernel(name, module, source, chosen)
     if isinstance(module, RowParallelLinear):
         return StridedFp8Kernel(whole.config, whole.layer_param_names, source.weight.device)
@@ -321,7 +330,7 @@ def bind_quantized(
         ViewError: if a share would need padding, or cuts blocks that have one scale.
     """
     shape = (module.input_size_per_partition, module.output_size_per_partition)
-    in_blocks = isinstance(kernel_of(source), Fp8BlockScaledMMLinearKernel)
+    in_blocks = has_blocks(source)
     if in_blocks:
         check_share(name, module, source, width)
     elif any(size % ALIGNMENT for size in shape):
@@ -340,8 +349,12 @@ def bind_quantized(
         module._parameters[each] = made
     found = tuple(module.weight.shape)
     assert found == (shape[::-1] if in_blocks else shape), f"{name} has a share of {found}."
+    adopt_attributes(module, source)
+
+
+def adopt_attributes(module: nn.Module, source: nn.Module) -> None:
+    """Give a layer what processing has left on the loaded one, such as `input_scale = None`."""
     for each, value in vars(source).items():
-        # Such as `input_scale = None`, set by post-processing.
         if not hasattr(module, each):
             setattr(module, each, value)
 

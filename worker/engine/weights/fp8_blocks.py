@@ -46,9 +46,10 @@ BY_INPUTS = "scales_by_inputs"
 """Name of a row-parallel layer's buffer of scales, (K / columns, N / rows of a block)."""
 
 
-def block_of(kernel: Fp8BlockScaledMMLinearKernel) -> tuple[int, int]:
-    """Return the rows and columns of a block."""
-    return kernel.weight_group_shape.row, kernel.weight_group_shape.col
+def layer_block(layer: LinearBase) -> tuple[int, int]:
+    """Return the rows and columns of a block of a layer's weight."""
+    rows, columns = layer.weight_block_size
+    return rows, columns
 
 
 def scale_name(layer: nn.Module) -> str:
@@ -68,23 +69,23 @@ def as_quantized(kernel: Fp8BlockScaledMMLinearKernel, x: torch.Tensor) -> torch
     FlashInfer's kernel quantizes few tokens itself, by scales that are no powers of two, and leaves
     others to DeepGEMM.
     """
-    quantize = kernel.quant_fp8
-    if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        is_deep_gemm = envs.VLLM_BATCH_INVARIANT or len(x) >= FLASHINFER_TOKENS
-        quantize = kernel.fallback.quant_fp8 if is_deep_gemm else kernel.quant_fp8
-    quantized, scales = quantize(x)
-    each: torch.Tensor = scales.repeat_interleave(block_of(kernel)[1], 1)[:, : x.shape[1]]
+    chosen: Any = kernel
+    is_flashinfer = isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel)
+    if is_flashinfer and (envs.VLLM_BATCH_INVARIANT or len(x) >= FLASHINFER_TOKENS):
+        chosen = chosen.fallback
+    quantized, scales = chosen.quant_fp8(x)
+    each: torch.Tensor = scales.repeat_interleave(kernel.weight_group_shape.col, 1)[:, : x.shape[1]]
     return quantized.float() * each
 
 
-def check_blocks(name: str, layer: LinearBase, kernel: Fp8BlockScaledMMLinearKernel) -> None:
+def check_blocks(name: str, layer: LinearBase) -> None:
     """Refuse a loaded layer whose weight or scales are not as a checkpoint has them.
 
     Raises:
         ViewError: with the layer's name, and what to serve instead.
     """
     shape = layer.output_size_per_partition, layer.input_size_per_partition
-    blocks = tuple(-(-size // block) for size, block in zip(shape, block_of(kernel), strict=True))
+    blocks = tuple(-(-size // block) for size, block in zip(shape, layer_block(layer), strict=True))
     weight, scales = layer.weight, block_scales(layer)
     plain = tuple(weight.shape) == shape and weight.is_contiguous()
     plain_scales = tuple(scales.shape) == blocks and scales.dtype == torch.float32
@@ -169,12 +170,6 @@ def check_share(name: str, module: LinearBase, source: LinearBase, width: int) -
                 f"layer {name} has {share} {what} per rank in width {width}, which cuts blocks of "
                 f"{block} with one scale: use smaller --widths, or serve a bf16 checkpoint."
             )
-
-
-def layer_block(layer: LinearBase) -> tuple[int, int]:
-    """Return the rows and columns of a block of a layer's weight."""
-    rows, columns = layer.weight_block_size
-    return rows, columns
 
 
 def _is_range_of_inputs(module: LinearBase, source: LinearBase) -> bool:

@@ -201,7 +201,7 @@ def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], c
 def check_borders(layer: LinearBase, sizes: Sequence[int]) -> None:
     """Refuse a fused layer whose shards cut blocks that have one scale; `sizes` are a shard's."""
     block: Sequence[int] | None = getattr(layer, "weight_block_size", None)
-    if block is not None and any(size % block[0] for size in sizes):
+    if block is not None and not is_unviewed(layer) and any(size % block[0] for size in sizes):
         raise ViewError(
             f"layer {layer.prefix} has blocks of {block[0]} rows with one scale, and shards of "
             f"{', '.join(map(str, sizes))} rows would cut them: use smaller --widths, or serve a "
@@ -257,8 +257,7 @@ class ShardMajorQKV(QKVParallelLinear):
             for number, size in enumerate(self.output_sizes)
         ]
         spread_scales(self, self.shard_sizes, held)
-        if not plan.unviewed:
-            check_borders(self, self.shard_sizes)
+        check_borders(self, self.shard_sizes)
         self.reorders = True
 
     def weight_loader_v2(
@@ -340,8 +339,7 @@ class ShardMajorMerged(MergedColumnParallelLinear):
                 )
         self.shard_sizes = tuple(size // self.plan.shards for size in self.output_sizes)
         spread_scales(self, self.shard_sizes, self.plan.held)
-        if not plan.unviewed:
-            check_borders(self, self.shard_sizes)
+        check_borders(self, self.shard_sizes)
         self.row_wise = False
 
     def weight_loader_v2(

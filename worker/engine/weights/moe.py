@@ -39,7 +39,6 @@ PROOF_TOKENS = (8, 256)
 PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest error of any token relative to the typical one: kernels sum in different orders."""
 
-
 COMMON_SCALE_ERROR_MAX = 0.5
 """The same where all tokens' numbers within a layer share a scale that depends on the others.
 

@@ -10,16 +10,14 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-from worker.engine.weights.fp8 import UNPACKED_KERNELS, is_quantized, kernel_of
-from worker.engine.weights.fp8_blocks import PLAIN_BLOCK_KERNELS
+from worker.engine.weights.fp8 import PLAIN_KERNELS, is_quantized, kernel_of
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.part_memory import tensors_of
 
 
 def is_packed(layer: nn.Module) -> bool:
     """Return whether a linear layer computes with a kernel whose form of weights is vLLM's own."""
-    plain = (*UNPACKED_KERNELS, *PLAIN_BLOCK_KERNELS)
-    return is_quantized(layer) and type(kernel_of(layer)) not in plain
+    return is_quantized(layer) and type(kernel_of(layer)) not in PLAIN_KERNELS
 
 
 def process_empty(name: str, layer: nn.Module) -> None:

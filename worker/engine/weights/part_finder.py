@@ -5,23 +5,18 @@ its tensors from the cell's memory (part_store.py), so it reads nothing from the
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import structlog
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
 )
-from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.cpu.cell_memory import CellMemory
@@ -36,9 +31,8 @@ from worker.engine.weights.packed import is_packed, process_empty
 from worker.engine.weights.part_memory import TensorPlace, tensors_of
 from worker.engine.weights.part_store import Memory, StoredPart, rest_memory, sums_of, unit_memory
 from worker.engine.weights.quantized_experts import (
-    PLAIN_BACKENDS,
-    backend_of,
-    make_kernel,
+    keeps_scales,
+    make_kernels,
     unprocessed_experts,
 )
 from worker.engine.weights.tree import check_viewable
@@ -135,15 +129,9 @@ def _tree_without_weights(config: VllmConfig, plan: ShardPlan) -> nn.Module:
             module.quant_method = ViewedFp8Method(kernel)
         elif isinstance(module, Attention):
             module.quant_method = None  # It would read scales that loading has consumed.
-        elif (
-            isinstance(module, RoutedExperts)
-            and not isinstance(module.quant_method, UnquantizedFusedMoEMethod)
-            and backend_of(module) not in PLAIN_BACKENDS
-        ):
+        elif keeps_scales(module):
             raise ViewError(f"layer {name} has quantized experts, whose kernel keeps their scales.")
-    # Experts are stored in their kernel's order.
-    experts = weights_already_processed() if is_moe(config) else nullcontext()
-    with unprocessed_experts(tree), experts:
+    with unprocessed_experts(tree, is_moe=is_moe(config)):
         process_weights_after_loading(tree, model_config, META)
     for layer, method in methods.items():
         layer.quant_method = method
@@ -173,9 +161,8 @@ def _bind(tree: nn.Module, manifest: PartManifest, own: Memory, rest: torch.Tens
         _put(modules, path, place.holder, place.name, tensor)
     for plain in manifest.plain:
         _put(modules, plain.module, plain.holder, plain.name, plain.value)
+    make_kernels(modules.values())
     for path, module in modules.items():
-        if isinstance(module, RoutedExperts) and backend_of(module) is not None:
-            make_kernel(module)
         for _, name, tensor in tensors_of(module):
             if tensor.is_meta:
                 raise ViewError(f"the tensor {name} of layer {path} was not stored.")

@@ -16,9 +16,6 @@ from enum import StrEnum
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -30,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError
-from worker.engine.weights.quantized_experts import PLAIN_BACKENDS, backend_of
+from worker.engine.weights.quantized_experts import keeps_scales
 
 ALIGNMENT_BYTES = 256
 """Alignment of each tensor: what kernels and the copy engine want."""
@@ -268,11 +265,7 @@ def layout_of(unit: Unit) -> UnitLayout:
 
 def _check_weights(name: str, layer: nn.Module) -> None:
     """Refuse a layer whose kernel keeps weights or their scales where no tensor of it has them."""
-    if (
-        isinstance(layer, RoutedExperts)
-        and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
-        and backend_of(layer) not in PLAIN_BACKENDS
-    ):
+    if keeps_scales(layer):
         raise ViewError(
             f"layer {name} has quantized experts, whose kernel keeps their scales, so that peers "
             "cannot compute with borrowed ones yet: use --borrow none."

@@ -7,8 +7,8 @@ replica's layer has, and makes a kernel of that, as vLLM does at the end of its 
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -18,7 +18,12 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     make_mxfp4_moe_kernel,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.utils import weights_already_processed
 
+from worker.engine.weights.fp8 import adopt_attributes
 from worker.engine.weights.layers import ViewError, own_range
 
 Backend: TypeAlias = Fp8MoeBackend | Mxfp4MoeBackend
@@ -38,6 +43,13 @@ def backend_of(experts: nn.Module) -> Backend | None:
         if isinstance(found, (Fp8MoeBackend, Mxfp4MoeBackend)):
             return found
     return None
+
+
+def keeps_scales(layer: nn.Module) -> bool:
+    """Return whether a layer has quantized experts whose kernel alone has what it computes with."""
+    is_plain = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    is_known = is_plain or backend_of(layer) in PLAIN_BACKENDS
+    return isinstance(layer, RoutedExperts) and not is_known
 
 
 def has_common_scale(experts: RoutedExperts) -> bool:
@@ -88,14 +100,18 @@ def bind_quantized_experts(
                     "width out of --widths, and please report it."
                 )
         own._parameters[each] = None if view is None else nn.Parameter(view, requires_grad=False)
-    for each, value in vars(full).items():
-        # Such as `w13_input_scale = None`, set by processing.
-        if not hasattr(own, each):
-            setattr(own, each, value)
+    adopt_attributes(own, full)
     make_kernel(own)
 
 
-def make_kernel(experts: RoutedExperts) -> None:
+def make_kernels(layers: Iterable[nn.Module]) -> None:
+    """Do so for all quantized experts among these layers."""
+    for layer in layers:
+        if backend_of(layer) is not None:
+            make_kernel(layer)
+
+
+def make_kernel(experts: Any) -> None:
     """Give quantized experts a method of their own, with a kernel of the tensors they have now.
 
     Raises:
@@ -117,15 +133,19 @@ def make_kernel(experts: RoutedExperts) -> None:
 
 
 @contextmanager
-def unprocessed_experts(tree: nn.Module) -> Iterator[None]:
-    """Keep vLLM's processing inside away from quantized experts on meta."""
+def unprocessed_experts(tree: nn.Module, *, is_moe: bool) -> Iterator[None]:
+    """Let vLLM's processing inside leave experts on meta in the order of their kernel.
+
+    The loaded ones have that order already. Quantized ones are kept away from it.
+    """
     methods: dict[Any, Any] = {
         each: each.quant_method for each in tree.modules() if backend_of(each) is not None
     }
     for each in methods:
         each.quant_method = None
     try:
-        yield
+        with weights_already_processed() if is_moe else nullcontext():
+            yield
     finally:
         for each, method in methods.items():
             each.quant_method = method

@@ -15,7 +15,7 @@ from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from worker.engine.weights.fp8 import is_quantized, kernel_of
+from worker.engine.weights.fp8 import has_blocks, is_quantized, kernel_of
 from worker.engine.weights.fp8_blocks import as_quantized, block_scales, layer_block
 from worker.engine.weights.layers import (
     ShardMajorMerged,
@@ -292,7 +292,7 @@ def _copies(
     weight, is_scaled = source.weight.data, is_quantized(source)
     if is_scaled:
         # As bytes, because not every device gathers fp8.
-        weight = (weight if _has_blocks(source) else weight.t()).view(torch.uint8)
+        weight = (weight if has_blocks(source) else weight.t()).view(torch.uint8)
     first, last = int(columns[0]), int(columns[-1]) + 1
     step = max(1, COPY_ELEMENTS // len(columns))
     for start in range(0, len(rows), step):
@@ -305,16 +305,12 @@ def _copies(
             yield start, copy.float()
 
 
-def _has_blocks(layer: nn.Module) -> bool:
-    return isinstance(kernel_of(layer), Fp8BlockScaledMMLinearKernel)
-
-
 def _factors_of(source: nn.Module, rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Return what these rows and this range of columns of a weight are scaled by.
 
     It has one column or all, and one row or all.
     """
-    if _has_blocks(source):
+    if has_blocks(source):
         height, width = layer_block(source)
         taken = block_scales(source).index_select(0, rows // height)
         return taken.repeat_interleave(width, 1)[:, first:last]

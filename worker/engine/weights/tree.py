@@ -7,7 +7,6 @@ replica, and `worker.engine.weights.selftest` that it computes what a copy of it
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -30,7 +29,6 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
 from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
@@ -189,9 +187,7 @@ def build_tp_tree(
         ) from error
     loaded = _set_aside(tree, replica)
     adopt_methods(tree, replica)
-    # The replica already holds experts in their kernel's order.
-    experts = weights_already_processed() if is_moe(config) else nullcontext()
-    with unprocessed_experts(tree), experts:
+    with unprocessed_experts(tree, is_moe=is_moe(config)):
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
     for parent, child, layer in loaded:
