@@ -18,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from comm_pool.layout import Mode
 from comm_pool.mixed import Staged
+from coordinator.protocol.block_scales import ONLINE_BLOCKS
 from coordinator.protocol.config import Config
 from coordinator.protocol.engine_options import GivenOption, OptionError, last_value, read_options
 from coordinator.protocol.kv_defaults import CPU_BLOCK_TOKENS, cpu_kv_bytes
@@ -155,8 +156,8 @@ def choose_kernels(
     if chooses_experts and (is_mxfp4 or is_fp8) and (is_viewed or lends):
         kernels.moe_backend = "marlin" if is_mxfp4 else "triton"
     major = capability[0] if capability is not None else 0
-    in_blocks = is_fp8 and "block" in kinds and kernels.linear_backend == "auto"
-    if in_blocks and is_viewed and major != HOPPER:
+    has_blocks = is_fp8 and not kinds.isdisjoint(("block", ONLINE_BLOCKS))
+    if has_blocks and is_viewed and major != HOPPER and kernels.linear_backend == "auto":
         kernels.linear_backend = "cutlass" if major > HOPPER else "triton"
 
 

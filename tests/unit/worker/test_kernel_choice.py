@@ -14,6 +14,8 @@ from worker.engine.config import choose_kernels
 WIDE = Holding(widest=2)
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 BLOCKS = {"weight_block_size": [128, 128]}
+TARGETS = {"args": SimpleNamespace(targets={"Linear": "fp8_per_block"})}
+"""Of layers that the user names, quantized while they are loaded."""
 TENSORS = {"weight_block_size": None}
 
 
@@ -72,6 +74,7 @@ def test_blocks_are_left_as_they_are_on_any_gpu(
     capability: tuple[int, int] | None, wanted: str
 ) -> None:
     assert chosen("fp8", BLOCKS, WIDE, capability)[0] == wanted
+    assert chosen("online", TARGETS, WIDE, capability)[0] == wanted
     assert chosen("fp8", TENSORS, WIDE, capability)[0] == "auto"
     unviewed = Holding(2, 2, "none")
     assert chosen("fp8", BLOCKS, unviewed, capability)[0] == "auto"
