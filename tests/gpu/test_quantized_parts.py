@@ -1,7 +1,8 @@
-"""Quantized checkpoints over halves of the weights on two GPUs compute what static vLLM does.
+"""Quantized checkpoints over halves of the weights on two ranks compute what static vLLM does.
 
-Needs two NVIDIA GPUs and vLLM's CUDA build (4 bits: compute capability 7.5 or more; fp8: 8.9 or
-more): `python -m pytest -m gpu tests/gpu/test_quantized_parts.py -s` prints what was measured.
+Needs two NVIDIA GPUs, or one and NCCL 2.30, and vLLM's CUDA build (4 bits: compute capability 7.5
+or more; fp8: 8.9 or more): `python -m pytest -m gpu tests/gpu/test_quantized_parts.py -s` prints
+what was measured.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness.cells import devices
 from tests.harness.cells.bare_cell import bare_cell
 from tests.harness.vllm.cuda_checkpoint import (
     LAYOUTS,
@@ -53,7 +55,7 @@ def test_ranks_that_borrow_nothing_serve_in_tp(served: Served, tmp_path: Path) -
         model=Path(served.cell.config.model.path),
         engine_args=["--dtype", "bfloat16", *ENGINE],
         device="cuda",
-        limits={"weight_parts": 2, "borrow": "none", "layout": "tp2"},
+        limits={"weight_parts": 2, "borrow": "none", "layout": "tp2", **devices.limits(2)},
         pause_limit_ms=60_000,
     ) as alone:
         scores = asyncio.run(score(alone, "tp2"))

@@ -39,6 +39,7 @@ def scores_of(folder: Path, texts: Sequence[list[int]], *, tp: int, **spec: Any)
         "model": str(MODEL),
         "dtype": "bfloat16",
         "tp": tp,
+        "shares_device": devices.ranks_per_device(tp) > 1,
         "max_model_len": 1024,
         "gpu_memory_utilization": 0.3,
         "max_tokens": 1,

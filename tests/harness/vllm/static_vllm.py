@@ -1,11 +1,10 @@
 """Plain vLLM as the reference: generate with a static tp size and save every step's logits.
 
 Run in a process: `tests.harness.vllm.static_vllm SPEC.json OUT.npz`. SPEC names the model folder,
-dtype, tp, a quantization if any, whether ranks have whole experts, the prompts (token ids), how
-many tokens to generate and the texts (token ids) to score. With an fp8 KV cache, linear layers on
-CPU are not packed: packed ones sum in another order, and what they give may be rounded to another
-number of fp8.
-Nothing of ours is imported.
+dtype, tp, a quantization if any, whether ranks have whole experts or share one device, the prompts
+(token ids), how many tokens to generate and the texts (token ids) to score. With an fp8 KV cache,
+linear layers on CPU are not packed: packed ones sum in another order, and what they give may be
+rounded to another number of fp8. Nothing of ours is imported.
 """
 
 import json
@@ -66,6 +65,11 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     if spec.get("kv_cache_dtype", "auto") != "auto":
         keep_plain_weights()
+    options = dict(OPTIONS)
+    if spec.get("shares_device", False):
+        from tests.harness.vllm import shared_device
+
+        options |= shared_device.OPTIONS
     llm = LLM(
         model=spec["model"],
         dtype=spec["dtype"],
@@ -73,9 +77,10 @@ def main() -> None:
         kv_cache_dtype=spec.get("kv_cache_dtype", "auto"),
         tensor_parallel_size=spec["tp"],
         enable_expert_parallel=spec.get("expert_parallel", False),
+        moe_backend=spec.get("moe_backend", "auto"),
         max_model_len=spec["max_model_len"],
         gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),
-        **OPTIONS,
+        **options,
     )
     vocab = llm.llm_engine.model_config.get_vocab_size()
     arrays: dict[str, Any] = {}
