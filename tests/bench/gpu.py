@@ -105,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
     add("--borrow", choices=("none", "ffn", "all"), default="ffn", help="what its ranks borrow")
     add("--whole-layers", type=whole_layers, default=0, help="layers of which each has all parts")
     add("--quantization", help="instead of the shape's own")
+    add("--kv-cache-dtype", help="such as fp8, of every server")
     add("--carry", default="pause", help="carry plans to switch with, several with commas")
     add("--switch-modes", default="dp,tp", help="the two of --modes to switch between")
     add("--switches", type=int, help="per carry plan; 0 for none")
@@ -157,6 +158,9 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         kind += f"-parts-{options.weight_parts}-{options.borrow}"
     if options.whole_layers:
         kind += f"-whole-{options.whole_layers}"
+    forms = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    forms = {option: form for option, form in forms.items() if form}
+    kind += "".join(f"-{option.partition('_')[0]}-{form}" for option, form in forms.items())
     name = f"{date}-gpu-{shape}-{options.ranks}{kind}"
     return Setup(
         shape=shape,
@@ -169,7 +173,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         switch_modes=two_modes(options.switch_modes),
         plan=plan_of(options, shape),
         memory_share=options.gpu_memory_utilization,
-        quantization=options.quantization,
+        forms=forms,
         weights={
             "weight_parts": options.weight_parts,
             "borrow": options.borrow,

@@ -82,7 +82,8 @@ class Setup:
     carries: tuple[str, ...]
     plan: Plan
     memory_share: float
-    quantization: str | None
+    forms: dict[str, str]
+    """Of weights and KV: engine options instead of the shape's own."""
     weights: dict[str, Any]
     """The cell's settings of where aileron's weights live."""
     folder: Path
@@ -100,8 +101,7 @@ class Run:
         self._plan = setup.plan
         self._model = write_shape(setup.shape, setup.folder)
         self._engine = engine_options(setup.shape, setup.device, setup.memory_share)
-        if setup.quantization:
-            self._engine["quantization"] = setup.quantization
+        self._engine |= setup.forms
         if setup.has_slow_link:
             self._engine["disable_custom_all_reduce"] = True
         self._static: dict[str, StaticServers] = {}
@@ -112,7 +112,9 @@ class Run:
             "ranks": setup.ranks,
             "engine": {**self._engine, "compilation_config": COMPILATION},
             "plan": dataclasses.asdict(setup.plan),
-            "kv_bytes_per_token": kv_bytes_per_token(self._model),
+            "kv_bytes_per_token": kv_bytes_per_token(
+                self._model, setup.forms.get("kv_cache_dtype", "auto")
+            ),
             "servers": {},
             "aileron": {},
             "errors": {},

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness.vllm.known_shapes import LLAMA, LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B
+from tests.harness.vllm.known_shapes import (
+    GPT_OSS_20B,
+    LLAMA,
+    LLAMA_8B,
+    QWEN3_30B_A3B,
+    QWEN3_32B,
+)
 from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -27,7 +33,16 @@ _LLAMA_70B: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B,
     "qwen3-32b": QWEN3_32B,
+    # What a rank of tp2 computes of it, but for the collectives: for machines of one GPU.
+    "qwen3-32b-half": {
+        **QWEN3_32B,
+        "num_attention_heads": QWEN3_32B["num_attention_heads"] // 2,
+        "num_key_value_heads": QWEN3_32B["num_key_value_heads"] // 2,
+        "intermediate_size": QWEN3_32B["intermediate_size"] // 2,
+        "vocab_size": QWEN3_32B["vocab_size"] // 2,
+    },
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
     "llama-3-70b-fp8": _LLAMA_70B,
     # For a look at what a layer costs the host: starts in seconds.
     "llama-3-70b-fp8-short": {**_LLAMA_70B, "num_hidden_layers": 24},
@@ -194,11 +209,12 @@ def write_shape(name: str, folder: Path) -> Path:
     return model
 
 
-def kv_bytes_per_token(model: Path) -> int:
-    """Bytes of keys and values of one token over all layers and heads, in 16-bit numbers."""
+def kv_bytes_per_token(model: Path, kv_cache_dtype: str = "auto") -> int:
+    """Bytes of keys and values of one token over all layers and heads; "auto" has 16 bits each."""
     config = json.loads((model / "config.json").read_text())
     heads, size = config["num_key_value_heads"], config["head_dim"]
-    return int(2 * config["num_hidden_layers"] * heads * size * 2)
+    number = 1 if kv_cache_dtype.startswith("fp8") else 2
+    return int(2 * config["num_hidden_layers"] * heads * size * number)
 
 
 def hidden_size(model: Path) -> int:

@@ -53,3 +53,37 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GPT_OSS_20B: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+            *("model.embed_tokens", "lm_head"),
+        ],
+    },
+}
