@@ -5,7 +5,8 @@ every shape and bucket, then times the winners for 1 to 256 tokens against `torc
 worker/engine/weights/fp8.py uses it without our kernel, and against vLLM's CUTLASS kernel on packed
 copies. Times are microseconds of one GEMM in a CUDA graph that goes through more weights than the
 cache holds; "layer" times have vLLM's quantization of the input in front of each GEMM. Prints a
-table, the winners as source for `worker.engine.weights.fp8_kernel.TUNED`, and writes JSON.
+table, the winners as source for `worker.engine.weights.fp8_kernel.TUNED`, and writes JSON. With
+`--in-blocks`, blocks of 128 x 128 have a scale each, and vLLM's Triton kernel is in torch's place.
 `--dry-run` only counts what it would try; a CPU will do. Exit status 1 if a result is wrong.
 """
 
@@ -27,6 +28,7 @@ import torch
 from tests.bench.graph_time import replay_us
 from tests.bench.kernel_fp8_tilings import SHAPES, tilings, to_compile
 from worker.engine.weights.fp8_kernel import (
+    BLOCK_K,
     BUCKETS,
     Tiling,
     bucket_of,
@@ -50,7 +52,7 @@ GUARD_S = 8.0
 """Kept of the time limit for the table and the files."""
 
 
-def compile_one(tiling: Tiling) -> str | None:
+def compile_one(tiling: Tiling, in_blocks: bool) -> str | None:
     """In a process of its own: compile, run on a small weight, leave the binary in Triton's cache.
 
     Returns:
@@ -60,13 +62,14 @@ def compile_one(tiling: Tiling) -> str | None:
     device = torch.device("cuda", 0)
     a = torch.zeros(1, inputs, dtype=torch.uint8, device=device).view(FP8)
     rows = torch.zeros(outputs, 2 * inputs, dtype=torch.uint8, device=device).view(FP8)
-    one = torch.ones(1, device=device)
+    one = torch.ones((1, 2) if in_blocks else (1,), device=device)
     try:
         for early in (False, True):
             out = few_tokens_mm(
                 *(a, rows[:, inputs:].t(), one, one, torch.bfloat16),
                 workspace=workspace_of(device),
                 tiling=replace(tiling, early=early),
+                scale_rows=BLOCK_K if in_blocks else 0,
             )
             if float(out.abs().max()):
                 return "adds up zeros to something else"
@@ -84,6 +87,7 @@ class Operands:
     """Weights of one shape for a graph, and inputs of each number of tokens."""
 
     name: str
+    in_blocks: bool
 
     def __post_init__(self) -> None:
         self.outputs, self.inputs, whole = SHAPES[self.name]
@@ -96,9 +100,12 @@ class Operands:
         for _ in range(count // ranks):
             rows = torch.randn(self.outputs, whole, **make).to(FP8)
             self.views += [part.t() for part in rows.chunk(ranks, 1)]
-        self.scale = torch.rand(self.outputs, 1, **make) + 0.1
+        steps = self.inputs // BLOCK_K if self.in_blocks else 1
+        rows_per_scale = BLOCK_K if self.in_blocks else 1
+        self.scale = torch.rand(self.outputs // rows_per_scale, steps, **make) + 0.1
+        self.rows_per_scale = rows_per_scale
         self.a = torch.randn(BUCKETS[-1], self.inputs, **make).to(FP8)
-        self.by_token = torch.rand(BUCKETS[-1], 1, **make) + 0.1
+        self.by_token = torch.rand(BUCKETS[-1], steps, **make) + 0.1
         self.unit = torch.ones(1, device="cuda")
         self.reference: torch.Tensor | None = None
 
@@ -109,6 +116,8 @@ class Operands:
         from worker.engine.weights.fp8 import strided_scaled_mm
 
         def torchs(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            if self.in_blocks:
+                return vllms_triton(a, b.t(), scale, self.scale)
             return strided_scaled_mm(a, b, scale, self.scale, torch.bfloat16, self.unit)
 
         found: dict[str, Way] = {
@@ -120,7 +129,8 @@ class Operands:
             from vllm import _custom_ops as ops
 
             def cutlass(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-                return ops.cutlass_scaled_mm(a, b, scale, self.scale, torch.bfloat16)
+                scale_b = self.scale.t() if self.in_blocks else self.scale
+                return ops.cutlass_scaled_mm(a, b, scale, scale_b, torch.bfloat16)
 
             found["cutlass"] = (cutlass, packed)
         return found
@@ -133,12 +143,14 @@ class Operands:
             *(a, b, scale, self.scale, torch.bfloat16),
             workspace=workspace_of(a.device),
             tiling=tiling,
+            scale_rows=self.rows_per_scale if self.in_blocks else 0,
         )
 
     def gemms(self, tokens: int, way: Way) -> Calls:
-        """One call per weight."""
+        """One call per weight; CUTLASS wants scales of tokens by columns."""
         run, weights = way
-        return [partial(run, self.a[:tokens], each, self.by_token[:tokens]) for each in weights]
+        by_token = self.by_token[:tokens].t().contiguous().t()
+        return [partial(run, self.a[:tokens], each, by_token) for each in weights]
 
     def layers(self, tokens: int, way: Way) -> Calls:
         """One call per weight, each with the quantization of its input."""
@@ -147,6 +159,9 @@ class Operands:
         run, weights = way
 
         def layer(b: torch.Tensor) -> torch.Tensor:
+            if self.in_blocks:
+                a, scale = in_groups(self.x[:tokens])
+                return run(a, b, scale)
             a, scale = ops.scaled_fp8_quant(self.x[:tokens], use_per_token_if_dynamic=True)
             return run(a, b, scale)
 
@@ -155,11 +170,36 @@ class Operands:
     def error(self, out: torch.Tensor) -> float:
         """Relative to an fp32 product with the first weight."""
         if self.reference is None:
-            exact = self.a.float() @ self.views[0].float()
-            self.reference = exact * self.by_token * self.scale.view(1, -1)
+            columns = BLOCK_K if self.in_blocks else self.inputs
+            tokens = self.a.float() * self.by_token.repeat_interleave(columns, 1)
+            scales = self.scale.repeat_interleave(columns, 1)
+            scales = scales.repeat_interleave(self.rows_per_scale, 0)
+            self.reference = tokens @ (self.views[0].float() * scales.t())
         wanted = self.reference[: len(out)]
         found = float((out.float() - wanted).norm() / wanted.norm())
         return found if found == found else float("inf")
+
+
+def vllms_triton(
+    a: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """(M, K) · (N, K) -> (M, N), with the tiling that vLLM has for this shape."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    out: torch.Tensor = fp8_utils.w8a8_triton_block_scaled_mm(
+        a, rows, scale, scales, [BLOCK_K, BLOCK_K], torch.bfloat16
+    )
+    return out
+
+
+def in_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) in fp8 and its scales (M, K / 128), as vLLM quantizes the input for CUTLASS."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    found: tuple[torch.Tensor, torch.Tensor] = fp8_utils.per_token_group_quant_fp8(
+        x, BLOCK_K, column_major_scales=True, use_ue8m0=False
+    )
+    return found
 
 
 def microseconds(calls: Calls) -> float:
@@ -181,7 +221,8 @@ def tune(operands: Operands, bucket: int, refused: set[Tiling]) -> dict[str, Any
     """The fastest tiling of one bucket that gives the right result."""
     found: list[tuple[float, Tiling]] = []
     wrong = []
-    for tiling in tilings(bucket, operands.outputs, operands.inputs):
+    blocks = {"in_blocks": operands.in_blocks}
+    for tiling in tilings(bucket, operands.outputs, operands.inputs, **blocks):
         if replace(tiling, split=min(tiling.split, 2)) in refused:
             continue
         calls = operands.gemms(bucket, (partial(operands.ours, tiling), operands.views))
@@ -192,7 +233,7 @@ def tune(operands: Operands, bucket: int, refused: set[Tiling]) -> dict[str, Any
         found.append((microseconds(calls), tiling))
     assert found, f"no tiling of {operands.name} is right for {bucket} tokens: {wrong}"
     found.sort(key=lambda each: each[0])
-    default = default_tiling(bucket, operands.outputs, operands.inputs)
+    default = default_tiling(bucket, operands.outputs, operands.inputs, **blocks)
     return {
         "shape": operands.name,
         "bucket": bucket,
@@ -242,9 +283,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def source_of(tuned: list[dict[str, Any]]) -> str:
+def source_of(tuned: list[dict[str, Any]], in_blocks: bool) -> str:
     """The winners as Python."""
-    lines = ["TUNED: dict[tuple[int, int, int], Tiling] = {"]
+    name = "TUNED_IN_BLOCKS" if in_blocks else "TUNED"
+    lines = [f"{name}: dict[tuple[int, int, int], Tiling] = {{"]
     for row in tuned:
         outputs, inputs, _ = SHAPES[row["shape"]]
         fields = ", ".join(str(value) for value in astuple(row["tiling"]))
@@ -252,16 +294,17 @@ def source_of(tuned: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "}"])
 
 
-def compile_all(names: list[str], jobs: int) -> tuple[set[Tiling], bool]:
+def compile_all(names: list[str], jobs: int, in_blocks: bool) -> tuple[set[Tiling], bool]:
     """Fill Triton's cache; this process must not have touched CUDA yet.
 
     Returns:
         The tilings, as `to_compile` names them, that cannot run; and `has_cutlass`.
     """
-    kernels = to_compile(names)
+    kernels = to_compile(names, in_blocks=in_blocks)
     refused = set()
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        reasons = pool.map(compile_one, kernels)  # Forks all processes here.
+        compiled = partial(compile_one, in_blocks=in_blocks)
+        reasons = pool.map(compiled, kernels)  # Forks all processes here.
         cutlass = has_cutlass()
         for number, (tiling, why) in enumerate(zip(kernels, reasons, strict=True), 1):
             if why is not None:
@@ -284,9 +327,9 @@ def has_cutlass() -> bool:
         return False
 
 
-def sweep(names: list[str], deadline: float, jobs: int) -> dict[str, Any]:
+def sweep(names: list[str], deadline: float, jobs: int, in_blocks: bool) -> dict[str, Any]:
     """Tune and compare shape by shape until the time is up; every shape is whole or left out."""
-    refused, cutlass = compile_all(names, jobs)
+    refused, cutlass = compile_all(names, jobs, in_blocks)
     tuned: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -296,7 +339,7 @@ def sweep(names: list[str], deadline: float, jobs: int) -> dict[str, Any]:
         if started + longest > deadline:
             left_out.append(name)
             continue
-        operands = Operands(name)
+        operands = Operands(name, in_blocks)
         found = [tune(operands, bucket, refused) for bucket in BUCKETS]
         for row in found:
             say(
@@ -332,23 +375,27 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90, help="of all, compiling included")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--in-blocks", action="store_true", help="with a scale per block")
     parser.add_argument("--dry-run", action="store_true", help="list what would be tried")
     given = parser.parse_args()
     deadline = time.monotonic() + given.seconds - GUARD_S
     if given.dry_run:
         for name in given.shapes:
             outputs, inputs, _ = SHAPES[name]
-            counts = [len(list(tilings(bucket, outputs, inputs))) for bucket in BUCKETS]
+            counts = [
+                len(list(tilings(bucket, outputs, inputs, in_blocks=given.in_blocks)))
+                for bucket in BUCKETS
+            ]
             print(name, "tilings by bucket:", dict(zip(BUCKETS, counts, strict=True)))
-        print("kernels to compile:", len(to_compile(given.shapes)))
+        print("kernels to compile:", len(to_compile(given.shapes, in_blocks=given.in_blocks)))
         return 0
     with torch.inference_mode():
-        result = sweep(given.shapes, deadline, given.jobs)
+        result = sweep(given.shapes, deadline, given.jobs, given.in_blocks)
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1, default=astuple))
     print_table(result["rows"])
-    print(source_of(result["tuned"]))
+    print(source_of(result["tuned"], given.in_blocks))
     if result["left_out"]:
         print("no time was left for:", *result["left_out"])
     wrong = [row for row in result["tuned"] if row["wrong"]]

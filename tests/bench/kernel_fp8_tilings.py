@@ -31,19 +31,28 @@ BLOCKS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     256: ((64, 128, 5, 8), (128, 128, 4, 8)),
 }
 """By tokens of a tile: rows, step through K, stages, warps. In each list the likelier first."""
+IN_BLOCKS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((64, 128, 10, 4), (64, 128, 16, 4), (64, 128, 6, 4), (128, 128, 8, 8), (128, 128, 8, 4)),
+    32: ((64, 128, 10, 4), (64, 128, 14, 4), (64, 128, 6, 4), (128, 128, 8, 8), (128, 128, 8, 4)),
+    64: ((64, 128, 6, 4), (64, 128, 10, 4), (128, 128, 5, 8), (128, 128, 8, 8), (128, 128, 6, 4)),
+    128: ((64, 128, 6, 4), (64, 128, 8, 8), (128, 128, 4, 8), (128, 128, 6, 8)),
+    256: ((64, 128, 4, 8), (64, 128, 5, 8), (128, 128, 4, 8)),
+}
+"""The same where W has a scale per block: a step is a block wide."""
 COPIED_BLOCKS = 2
 """So many of each list are also tried with cp.async instead of the bulk copy engine."""
 SHARED_BYTES = 226 * 1024
 SMS = 132
 
 
-def tilings(bucket: int, outputs: int, inputs: int) -> Iterator[Tiling]:
+def tilings(bucket: int, outputs: int, inputs: int, *, in_blocks: bool = False) -> Iterator[Tiling]:
     """What to try for a bucket and a weight (N, K), without repetition; the default first."""
-    first = default_tiling(bucket, outputs, inputs)
+    first = default_tiling(bucket, outputs, inputs, in_blocks=in_blocks)
     yield first
     block_ms = [bucket] if bucket < BUCKETS[-1] else [128, 256]
     for block_m in block_ms:
-        for number, (block_n, block_k, stages, warps) in enumerate(BLOCKS[block_m]):
+        tried = (IN_BLOCKS if in_blocks else BLOCKS)[block_m]
+        for number, (block_n, block_k, stages, warps) in enumerate(tried):
             base = Tiling(block_m, block_n, block_k, 1, stages, warps, True)
             if stages * (block_m + block_n) * block_k > SHARED_BYTES:
                 continue
@@ -60,13 +69,13 @@ def tilings(bucket: int, outputs: int, inputs: int) -> Iterator[Tiling]:
                         yield found
 
 
-def to_compile(names: list[str]) -> list[Tiling]:
+def to_compile(names: list[str], *, in_blocks: bool = False) -> list[Tiling]:
     """One tiling per kernel that a sweep compiles: the number of parts is no part of a kernel."""
     found: dict[tuple[Tiling, bool], None] = {}
     for name in names:
         outputs, inputs, _ = SHAPES[name]
         for bucket in BUCKETS:
-            for each in tilings(bucket, outputs, inputs):
+            for each in tilings(bucket, outputs, inputs, in_blocks=in_blocks):
                 even = each.bulk or inputs % each.block_k == 0
                 found.setdefault((replace(each, split=min(each.split, 2)), even), None)
     return [tiling for tiling, even in found if even]

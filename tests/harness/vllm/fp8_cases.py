@@ -15,7 +15,7 @@ import triton
 from triton.runtime import interpreter
 
 from worker.engine.weights import fp8, fp8_kernel
-from worker.engine.weights.fp8_kernel import Tiling, Workspace, few_tokens_mm
+from worker.engine.weights.fp8_kernel import BLOCK_K, Tiling, Workspace, few_tokens_mm
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
@@ -60,6 +60,7 @@ class Case:
         self.workspace = Workspace(
             torch.full((1 << 18,), float("nan")), torch.zeros(COUNTERS, dtype=torch.int32)
         )
+        self.scale_rows = 0
 
     def expected(self) -> torch.Tensor:
         out = (self.a.float() * self.scale_a) @ (self.rows.float() * self.scale_b).t()
@@ -71,11 +72,38 @@ class Case:
             workspace=self.workspace,
             bias=self.bias,
             tiling=tiling,
+            scale_rows=self.scale_rows,
         )
 
     def check(self, tiling: Tiling) -> None:
         torch.testing.assert_close(self.run(tiling), self.expected(), rtol=1e-4, atol=1e-4)
         assert not self.workspace.arrivals.any()
+
+
+class BlockCase(Case):
+    """The same with a scale for each block of `ROWS` rows and 128 columns, and 128 of a token."""
+
+    ROWS = 64
+
+    def __init__(self, shape: Shape, *, by_inputs: bool = False) -> None:
+        super().__init__(shape)
+        tokens, outputs, inputs, _ = shape
+        steps = -(-inputs // BLOCK_K)
+        generator = torch.Generator().manual_seed(inputs)
+
+        def scales(rows: int) -> torch.Tensor:
+            """In one piece by rows or, as quantization for CUTLASS and a replica have them, not."""
+            found = torch.rand((rows, steps), generator=generator) + 0.1
+            return found.t().contiguous().t() if by_inputs else found
+
+        self.scale_a, self.scale_b = scales(tokens), scales(-(-outputs // self.ROWS))
+        self.scale_rows = self.ROWS
+
+    def expected(self) -> torch.Tensor:
+        by_token = self.scale_a.repeat_interleave(BLOCK_K, 1)[:, : self.a.shape[1]]
+        by_block = self.scale_b.repeat_interleave(BLOCK_K, 1)[:, : self.a.shape[1]]
+        by_block = by_block.repeat_interleave(self.ROWS, 0)[: len(self.rows)]
+        return (self.a.float() * by_token) @ (self.rows.float() * by_block).t()
 
 
 def half(*cases: Any, is_short: Callable[..., bool]) -> list[Any]:
@@ -103,6 +131,28 @@ def test_any_shape_of_any_stride(shape: Shape, split: int, bulk: bool) -> None:
 def test_scales_and_bias(split: int, per_channel: bool, per_token: bool, with_bias: bool) -> None:
     case = Case(SHAPES[3], per_token=per_token, per_channel=per_channel, with_bias=with_bias)
     case.check(replace(SMALL, split=split))
+
+
+IN_BLOCKS = [(1, 48, 256, 512), (17, 80, 256, 768), (33, 144, 384, 768)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "bulk", "by_inputs"),
+    half(
+        *product(IN_BLOCKS, (1, 2), (False, True), (False, True)),
+        is_short=lambda shape, split, bulk, by_inputs: (
+            IN_BLOCKS.index(shape) % 2 == (split == bulk + 1) == by_inputs
+        ),
+    ),
+)
+def test_scales_of_blocks(shape: Shape, split: int, bulk: bool, by_inputs: bool) -> None:
+    case = BlockCase(shape, by_inputs=by_inputs)
+    case.check(Tiling(16, 32, BLOCK_K, split, 3, 4, bulk))
+
+
+def test_scales_of_blocks_need_steps_of_a_block() -> None:
+    with pytest.raises(AssertionError, match="block_k=32"):
+        BlockCase(IN_BLOCKS[0]).run(SMALL)
 
 
 TILINGS = [
@@ -205,15 +255,15 @@ def test_what_lies_outside_is_neither_read_nor_written() -> None:
         case.check(replace(SMALL, split=split))
 
 
-@pytest.mark.parametrize("wrong", ["strides", "scale", "part"])
+@pytest.mark.parametrize("wrong", ["strides", "scale", "part", "block"])
 def test_the_comparison_sees_sabotage(wrong: str) -> None:
-    case = Case(SHAPES[0])
-    tiling = replace(SMALL, split=2)
+    case = BlockCase(IN_BLOCKS[0]) if wrong == "block" else Case(SHAPES[0])
+    tiling = replace(SMALL, split=2, block_k=BLOCK_K if wrong == "block" else SMALL.block_k)
     expected = case.expected()
     if wrong == "strides":
         case.b = case.b.as_strided(case.b.shape, (1, case.b.shape[0]))
-    elif wrong == "scale":
-        case.scale_b = case.scale_b.roll(1, 0)
+    elif wrong in ("scale", "block"):
+        case.scale_b = case.scale_b.roll(1, int(wrong == "block"))
     else:
         case.workspace.arrivals.add_(1)
     assert not torch.allclose(case.run(tiling), expected, rtol=1e-2, atol=1e-2)

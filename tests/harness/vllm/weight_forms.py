@@ -10,7 +10,7 @@ PARTS = "gpu/test_quantized_parts.py"
 NO_CPU = "no: vLLM's CPU kernels pack it"
 PACKED = "no: its weights are packed"
 BY_PART = "`--borrow all` or `none`, a part for each rank"
-PASSES, NOT_YET = "passes", "not run yet"
+PASSES = "passes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ FORMS = (
     WeightForm("fp8, a scale per channel", "all", "yes", NO_CPU, TREES,
                "gpu/test_fp8.py", "its products pass"),
     WeightForm("fp8, a scale per block", "all, where no rank's border cuts a block", "yes", NO_CPU,
-               BLOCKS, MODELS, NOT_YET),
-    WeightForm("experts in fp8", "all", "yes", NO_CPU, EXPERTS, MODELS, NOT_YET),
+               BLOCKS, MODELS, PASSES),
+    WeightForm("experts in fp8", "all", "yes", NO_CPU, EXPERTS, MODELS, PASSES),
     WeightForm("experts in MXFP4 (gpt-oss)", "all", "`--borrow none`", NO_CPU, EXPERTS, MODELS,
-               NOT_YET),
+               PASSES),
     WeightForm("AWQ", PACKED, BY_PART, "over parts, with AVX-512",
                "integration/test_quantized_parts.py", PARTS, PASSES),
     WeightForm("GPTQ", PACKED, BY_PART, "over parts, with AVX-512",
-               "integration/test_quantized_parts.py", PARTS, "passes but for tasks that move"),
+               "integration/test_quantized_parts.py", PARTS, PASSES),
     WeightForm("KV in fp8", "all", "yes", "all modes, with AVX-512", "integration/test_fp8_kv.py",
-               MODELS, NOT_YET),
+               MODELS, PASSES),
 )  # fmt: skip

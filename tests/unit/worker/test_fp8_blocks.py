@@ -32,7 +32,7 @@ from vllm.model_executor.warmup import deep_gemm_warmup
 from tests.harness.vllm.block_kernels import spread, triton_blocks_on_cpu
 from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.trees import BLOCK, BLOCK_SCALES, CPU, Trees, tree_process, write_model
-from worker.engine.weights import fp8, fp8_blocks
+from worker.engine.weights import fp8, fp8_blocks, fp8_kernel
 from worker.engine.weights.deep_gemm import PROVIDER, note_kernels
 from worker.engine.weights.layers import ViewError
 from worker.engine.weights.selftest import prove_tree, stored_rows
@@ -203,6 +203,51 @@ def test_which_kernel_computes_a_share(
             assert type(found) is wanted
             own = fp8_blocks.view_block_kernel(name, whole[name], whole[name], made)
             assert own is made
+
+
+def test_on_hopper_a_range_of_columns_has_our_kernel_and_cutlass(
+    loaded: dict[str, Trees], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens read the range in place; for many CUTLASS gets a packed copy of it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fp8_blocks, "is_hopper", lambda device: True)
+    trees = loaded["block"]
+    tree, whole = linears(trees.view(2, 1)), linears(trees.replica)
+    known = fp8.kernel_of(whole[DOWN])
+    assert known is not None
+    made = kernel(CutlassFp8BlockScaledMMKernel, config=known.config)
+    made.weight_group_shape = known.weight_group_shape
+    monkeypatch.setattr(fp8_blocks, "COLUMNS", known.weight_group_shape.col)
+    with trees.group(2, 1):
+        own: Any = fp8_blocks.view_block_kernel(DOWN, tree[DOWN], whole[DOWN], made)
+    assert type(own) is fp8_blocks.BlockRangeKernel
+    calls: list[tuple[str, bool, bool]] = []
+
+    def noted(name: str) -> Any:
+        def run(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor) -> str:
+            assert torch.equal(b.view(torch.uint8), tree[DOWN].weight.view(torch.uint8))
+            calls.append((name, b.is_contiguous(), scales[1].is_contiguous()))
+            return name
+
+        return run
+
+    def ours(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Any:
+        return noted("ours")(a, b.t(), *rest[:2])
+
+    monkeypatch.setattr(own, "few_tokens", ours)
+    monkeypatch.setattr(
+        CutlassFp8BlockScaledMMKernel,
+        "apply_block_scaled_mm",
+        lambda self, *operands: noted("cutlass")(*operands),
+    )
+    weight, scales = tree[DOWN].weight, fp8_blocks.block_scales(tree[DOWN])
+    for tokens in (1, 256, 257):
+        x = torch.empty((tokens, weight.shape[1]))
+        own.apply_block_scaled_mm(x, weight, torch.empty(tokens, scales.shape[1]), scales)
+    assert calls == [("ours", False, False)] * 2 + [("cutlass", True, True)]
+    few = [count for count in own.proof_tokens if count < fp8_blocks.COPY_TOKENS]
+    assert {fp8_kernel.bucket_of(count) for count in few} == set(fp8_kernel.BUCKETS)
+    assert max(own.proof_tokens) >= fp8_blocks.COPY_TOKENS
 
 
 def test_a_kernel_that_packs_weights_is_refused(loaded: dict[str, Trees]) -> None:

@@ -17,9 +17,11 @@ import torch
 from tests.harness.vllm.fp8_tilings import SHARED_BYTES, check_tiling
 from worker.engine.weights import fp8, fp8_kernel
 from worker.engine.weights.fp8_kernel import (
+    BLOCK_K,
     BUCKETS,
     TOKENS_MAX,
     TUNED,
+    TUNED_IN_BLOCKS,
     Tiling,
     default_tiling,
     tiling_for,
@@ -30,20 +32,24 @@ from worker.engine.weights.fp8_kernel import (
 def test_default_tilings_can_run(bucket: int) -> None:
     for outputs in (16, 1024, 3072, 4096, 5120, 8192, 16384, 131072):
         for inputs in (16, 1024, 1536, 2048, 3584, 6400, 7168, 14336, 53248):
-            check_tiling(default_tiling(bucket, outputs, inputs), bucket, outputs, inputs)
+            for in_blocks in (False, True):
+                tiling = default_tiling(bucket, outputs, inputs, in_blocks=in_blocks)
+                check_tiling(tiling, bucket, outputs, inputs)
+                assert not in_blocks or tiling.block_k == BLOCK_K
 
 
 def test_tuned_tilings_can_run() -> None:
-    for (bucket, outputs, inputs), tiling in TUNED.items():
+    for (bucket, outputs, inputs), tiling in [*TUNED.items(), *TUNED_IN_BLOCKS.items()]:
         assert bucket in BUCKETS
         check_tiling(tiling, bucket, outputs, inputs)
+    assert all(tiling.block_k == BLOCK_K for tiling in TUNED_IN_BLOCKS.values())
 
 
 def compiled() -> Iterator[Any]:
     """Every bucket's tiling, and what differs from it: of the smallest, and of others if `long`."""
     for bucket in BUCKETS:
         yield bucket, {}
-        for change in ({"bulk": False}, {"split": 1, "early": True}):
+        for change in ({"bulk": False}, {"split": 1, "early": True}, {"block_k": BLOCK_K}):
             marks = [] if bucket == BUCKETS[0] else [pytest.mark.long]
             yield pytest.param(bucket, change, marks=marks)
 
@@ -69,6 +75,7 @@ def test_it_compiles_for_hopper(
         "even": tiling.bulk,
         "bulk": tiling.bulk,
         "early": tiling.early,
+        "scale_rows": 128 if "block_k" in change else 0,
     }
     a, w = (
         f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" if tiling.bulk else "*fp8e4nv"

@@ -41,6 +41,7 @@ from worker.engine.weights.fp8_blocks import (
     share_of_blocks,
     view_block_kernel,
 )
+from worker.engine.weights.hopper import is_hopper
 from worker.engine.weights.layers import ViewError, own_range
 
 Fp8Kernel: TypeAlias = FP8ScaledMMLinearKernel | Fp8BlockScaledMMLinearKernel
@@ -179,11 +180,6 @@ def strided_scaled_mm(
         return raw.mul_(scale_a)
     # One pass scales and rounds: one more kernel per layer is 2 % of a decode step.
     return torch.mul(raw, scale_a, out=torch.empty_like(raw, dtype=out_dtype))
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Return whether a device has compute capability 9, for which our kernel was made."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class StridedFp8Kernel(FP8ScaledMMLinearKernel):

@@ -4,11 +4,14 @@ vLLM leaves such a weight as it is loaded, (N, K) with K contiguous, beside fp32
 (N / rows, K / columns of a block). A column-parallel share is a range of rows of both, which every
 kernel takes. A row-parallel share (o_proj, down_proj) is a range of K, so its rows lie as far apart
 as the replica's. DeepGEMM gives that distance to the copy engine, and vLLM's Triton kernel takes
-strides; CUTLASS assumes packed rows, so the Triton kernel takes its place. DeepGEMM wants the
-scales in one piece or transposed so: a replica keeps those of its row-parallel layers transposed
-beside the others (1/4,096 of the weight's bytes), where a range of K is one piece.
+strides; CUTLASS assumes packed rows. On Hopper GPUs our own kernel takes its place for few tokens
+(fp8_kernel.py), and for many CUTLASS computes with a copy; elsewhere the Triton kernel does.
+DeepGEMM wants the scales in one piece or transposed so: a replica keeps those of its row-parallel
+layers transposed beside the others (1/4,096 of the weight's bytes), where a range of K is one
+piece.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +23,13 @@ from vllm.model_executor.kernels.linear import (
     DeepGemmFp8BlockScaledMMKernel,
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
     Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
     TritonFp8BlockScaledMMKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import FP8BlockParams
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 
+from worker.engine.weights.hopper import is_hopper
 from worker.engine.weights.layers import ViewError, own_range
 
 PLAIN_BLOCK_KERNELS = (
@@ -41,6 +46,15 @@ STRIDED_BLOCK_KERNELS = (DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMK
 
 FLASHINFER_TOKENS = 32
 """Below this FlashInfer's kernel computes by itself, and from here on DeepGEMM does."""
+
+COPY_TOKENS = 257
+"""From here on the copy of a range of inputs costs less than CUTLASS gains over reading it."""
+
+COLUMNS = 128
+"""Of a block, and elements of a token, with one scale: what our kernel takes."""
+
+PROOF_TOKENS = (8, 17, 40, 100, 256, 512)
+"""Numbers of tokens with which the self-test covers our kernel's buckets and the copy."""
 
 BY_INPUTS = "scales_by_inputs"
 """Name of a row-parallel layer's buffer of scales, (K / columns, N / rows of a block)."""
@@ -61,6 +75,37 @@ def block_scales(layer: nn.Module) -> torch.Tensor:
     """Return the block scales of a layer, (N / rows, K / columns of a block) fp32."""
     found: torch.Tensor = FP8BlockParams.from_layer(layer).block_scale.data
     return found
+
+
+class BlockRangeKernel(CutlassFp8BlockScaledMMKernel):  # type: ignore[misc]
+    """CUTLASS's products where the weight (N, K) is a range of a wider one's columns, on Hopper.
+
+    Reading the weight dominates the product of few tokens, so it is read in place. For many tokens
+    CUTLASS is twice as fast as Triton, and copying the range takes 3 % of 8,192 tokens' product.
+    """
+
+    def __init__(self, config: FP8ScaledMMLinearLayerConfig, device: torch.device) -> None:
+        super().__init__(config)
+        from worker.engine.weights.fp8_kernel import few_tokens_mm, workspace_of
+
+        self.proof_tokens = PROOF_TOKENS
+        rows = self.weight_group_shape.row
+        self.few_tokens = partial(few_tokens_mm, workspace=workspace_of(device), scale_rows=rows)
+
+    def apply_block_scaled_mm(
+        self,
+        A: torch.Tensor,  # noqa: N803 -- vLLM's name
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        """(M, K) fp8 · (N, K) fp8 -> (M, N), with scales (M, K / 128) and (N / rows, K / 128)."""
+        if A.shape[0] < COPY_TOKENS:
+            return self.few_tokens(A, B.t(), As, Bs, self.config.out_dtype)
+        # Copying numbers of eight bytes takes a quarter of the time of single bytes.
+        packed = B.view(torch.int64).contiguous().view(B.dtype)
+        out: torch.Tensor = super().apply_block_scaled_mm(A, packed, As, Bs.contiguous())
+        return out
 
 
 def as_quantized(kernel: Fp8BlockScaledMMLinearKernel, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +169,10 @@ def view_block_kernel(
     if _is_range_of_inputs(module, source):
         if isinstance(own, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
             own = own.fallback
-        if not isinstance(own, STRIDED_BLOCK_KERNELS):
+        is_ours = is_hopper(source.weight.device) and own.weight_group_shape.col == COLUMNS
+        if is_ours and isinstance(own, CutlassFp8BlockScaledMMKernel):
+            own = BlockRangeKernel(own.config, source.weight.device)
+        elif not isinstance(own, STRIDED_BLOCK_KERNELS):
             own = TritonFp8BlockScaledMMKernel(own.config)
     kernel: Fp8BlockScaledMMLinearKernel = own
     return kernel

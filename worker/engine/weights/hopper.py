@@ -1,0 +1,11 @@
+"""The GPUs that our products of fp8 weights are made for, and tuned on."""
+
+import torch
+
+MAJOR = 9
+"""Of the compute capability of H100 and H200."""
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device has the compute capability of an H100 or H200."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] == MAJOR)
