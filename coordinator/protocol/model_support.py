@@ -123,22 +123,22 @@ class Holding:
 
     @property
     def is_unviewed(self) -> bool:
-        """Whether each rank holds what vLLM's own rank holds in tp, so that nobody views it."""
-        return self.parts == self.widest > 1 and self.borrow != "ffn"
+        """Whether each rank holds what vLLM's own rank holds in tp, so that nobody views it.
 
-
-WHOLE = Holding()
-"""Every rank holds all weights."""
+        Ranks that form no wide group hold all weights as vLLM does.
+        """
+        return self.parts == self.widest and (self.widest == 1 or self.borrow != "ffn")
 
 
 def _or_parts(instead: str, widest: int) -> str:
-    """Add to a remedy that ranks can hold parts as vLLM makes them, if there is a wide group."""
-    if widest == 1:
-        return instead
-    return f"use --weight-parts {widest} --borrow all, where no rank views weights, or {instead}"
+    """Add to a remedy that ranks can hold all weights, or parts, as vLLM makes them."""
+    return (
+        f"use --weight-parts {widest} --borrow all or --widths 1, where no rank views weights, or "
+        f"{instead}"
+    )
 
 
-def cpu_quantization_refusal(name: str, widest: int = 1) -> str:
+def cpu_quantization_refusal(name: str, widest: int) -> str:
     """Return the sentence about quantized weights on CPU."""
     return refusal(
         f"quantization {name!r} on CPU, where vLLM's kernels pack weights so that they cannot be "
@@ -147,7 +147,7 @@ def cpu_quantization_refusal(name: str, widest: int = 1) -> str:
     )
 
 
-def packed_refusal(name: str, widest: int = 1) -> str:
+def packed_refusal(name: str, widest: int) -> str:
     """Return the sentence about a quantization whose weights are no plain matrices."""
     return refusal(
         f"quantization {name!r}, whose packed weights cannot be viewed per rank,",
@@ -163,7 +163,7 @@ def quantized_kv_refusal(name: str) -> str:
     )
 
 
-def other_scales_refusal(name: str, widest: int = 1) -> str:
+def other_scales_refusal(name: str, widest: int) -> str:
     """Return the sentence about quantized weights with other scales or types."""
     return refusal(
         f"quantization {name!r} with other weights than fp8 of per-tensor, per-channel or block "

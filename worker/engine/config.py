@@ -34,7 +34,6 @@ from coordinator.protocol.model_support import (
     POOLING,
     RECURRENT,
     SPECULATION,
-    WHOLE,
     Holding,
     cpu_quantization_refusal,
     kv_type_refusal,
@@ -179,7 +178,7 @@ def _given_options(config: Config) -> list[GivenOption]:
     return given
 
 
-def _quantization_refusal(vllm_config: VllmConfig, holding: Holding = WHOLE) -> str | None:
+def _quantization_refusal(vllm_config: VllmConfig, holding: Holding) -> str | None:
     """Return why the quantization is refused; layers are checked again when loaded.
 
     This refuses early what the configuration shows, before minutes of loading.

@@ -153,7 +153,8 @@ def serve(
     collector = Collector()
     member = GroupRuntime(engine, 1, collector)
     everybody = tuple(Rank(each) for each in range(config.cell.ranks))
-    group, alone = Group(everybody, Mode.SHIFT), spec.get("alone")
+    alone = spec.get("alone")
+    group = Group(everybody, Mode.SHIFT if len(everybody) > 1 else Mode.DP)
     if alone is not None:
         group = Group((Rank(alone),), Mode.DP)
     binding = Binding(group, BORN)

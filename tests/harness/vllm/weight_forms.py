@@ -7,8 +7,8 @@ BLOCKS = "unit/worker/test_fp8_blocks.py"
 EXPERTS = "unit/worker/test_quantized_experts.py"
 MODELS = "gpu/test_models.py"
 PARTS = "gpu/test_quantized_parts.py"
-NO_CPU = "no: vLLM's CPU kernels pack it"
-PACKED = "no: its weights are packed"
+NO_CPU = "not in wide groups: vLLM's CPU kernels pack it"
+PACKED = "`dp`, with `--widths 1`: its weights are packed"
 BY_PART = "`--borrow all` or `none`, a part for each rank"
 PASSES = "passes"
 
@@ -41,9 +41,9 @@ FORMS = (
     WeightForm("experts in fp8", "all", "yes", NO_CPU, EXPERTS, MODELS, PASSES),
     WeightForm("experts in MXFP4 (gpt-oss)", "all", "`--borrow none`", NO_CPU, EXPERTS, MODELS,
                PASSES),
-    WeightForm("AWQ", PACKED, BY_PART, "over parts, with AVX-512",
+    WeightForm("AWQ", PACKED, BY_PART, "over parts or with `--widths 1`, with AVX-512",
                "integration/test_quantized_parts.py", PARTS, PASSES),
-    WeightForm("GPTQ", PACKED, BY_PART, "over parts, with AVX-512",
+    WeightForm("GPTQ", PACKED, BY_PART, "over parts or with `--widths 1`, with AVX-512",
                "integration/test_quantized_parts.py", PARTS, PASSES),
     WeightForm("KV in fp8", "all", "yes", "all modes, with AVX-512", "integration/test_fp8_kv.py",
                MODELS, PASSES),

@@ -313,13 +313,13 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_plain_fp8_is_taken(name: str, quant: Any) -> None:
-    assert config._quantization_refusal(given(name, quant)) is None
+    assert config._quantization_refusal(given(name, quant), Holding(widest=2)) is None
 
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> None:
-    assert config._quantization_refusal(loaded[kind].trees.base) is None
+    assert config._quantization_refusal(loaded[kind].trees.base, Holding(widest=2)) is None
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -345,7 +345,7 @@ def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> 
 def test_other_quantizations_are_refused_with_a_reason_and_a_way(
     name: str, quant: Any, why: str
 ) -> None:
-    sentence = config._quantization_refusal(given(name, quant))
+    sentence = config._quantization_refusal(given(name, quant), Holding(widest=2))
     assert sentence is not None
     assert why in sentence
     assert "--quantization" in sentence
@@ -354,16 +354,16 @@ def test_other_quantizations_are_refused_with_a_reason_and_a_way(
 @pytest.mark.parametrize("name", ["awq", "gptq_marlin", "mxfp4"])
 def test_packed_weights_are_taken_where_nobody_views_them(name: str) -> None:
     """On any device; a quantized KV cache is refused all the same."""
-    own = Holding(widest=2, parts=2, borrow="all")
-    assert config._quantization_refusal(given(name, named(name)), own) is None
-    sentence = config._quantization_refusal(given(name, named(name, kv_cache_scheme={})), own)
-    assert sentence is not None
-    assert "quantized KV cache" in sentence
+    for own in (Holding(widest=2, parts=2, borrow="all"), Holding(widest=1)):
+        assert config._quantization_refusal(given(name, named(name)), own) is None
+        sentence = config._quantization_refusal(given(name, named(name, kv_cache_scheme={})), own)
+        assert sentence is not None
+        assert "quantized KV cache" in sentence
 
 
 def test_fp8_on_cpu_is_refused() -> None:
     quant = named("fp8", weight_block_size=None)
-    sentence = config._quantization_refusal(given("fp8", quant))
+    sentence = config._quantization_refusal(given("fp8", quant), Holding(widest=2))
     assert sentence is not None
     assert "CPU" in sentence
     assert "bf16" in sentence

@@ -32,7 +32,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
-from coordinator.protocol.model_support import inner_refusal
+from coordinator.protocol.model_support import Holding, inner_refusal
 from worker.engine.config import quantizes_weights
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.engine.weights.gated import view_gated
@@ -93,12 +93,12 @@ def loading_plan(config: VllmConfig, shards: int, parts: int, borrow: str) -> Sh
     Embeddings and lm_head that have one memory are whole where ranks borrow, and so is an lm_head
     that vLLM converts to another type in each step. Quantized parts are left as vLLM makes them if
     each rank holds one of its own: nobody needs a view, because tp of all ranks computes with the
-    parts as they are.
+    parts as they are. So are all weights of ranks that form no wide group.
     """
     model = config.model_config
     tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
     is_cast = model.head_dtype != model.dtype
-    unviewed = quantizes_weights(config) and parts == shards > 1 and borrow != "ffn"
+    unviewed = quantizes_weights(config) and Holding(shards, parts, borrow).is_unviewed
     return ShardPlan(
         shards,
         parts,
