@@ -35,6 +35,8 @@ class Kind:
     has_experts: bool = False
     moe_backend: str = "auto"
     """Of static vLLM."""
+    linear_backend: str = "auto"
+    """Of both."""
 
 
 KINDS = {
@@ -43,10 +45,13 @@ KINDS = {
     "fp8-kv": Kind("demo", kv_cache_dtype="fp8"),
     "kv-scales": Kind("kv-scales"),
     "fp8-block": Kind("fp8-block"),
+    "fp8-block-cutlass": Kind("fp8-block", linear_backend="cutlass"),
     "fp8-block-moe": Kind("fp8-block-moe", has_experts=True),
     # vLLM's first choice on Hopper GPUs cannot compile for layers so small; ranks take Marlin.
-    "gpt-oss": Kind("gpt-oss", moe_backend="marlin"),
-    "qwen3-moe-borrowed": Kind("qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}),
+    "gpt-oss": Kind("gpt-oss", has_experts=True, moe_backend="marlin"),
+    "qwen3-moe-borrowed": Kind(
+        "qwen3-moe-a3b", limits={"weight_parts": 2, "borrow": "ffn"}, has_experts=True
+    ),
 }
 
 
@@ -63,6 +68,7 @@ def served(
         kv_cache_dtype=kind.kv_cache_dtype,
         has_experts=kind.has_experts,
         moe_backend=kind.moe_backend,
+        linear_backend=kind.linear_backend,
     ) as up:
         yield up
 

@@ -38,20 +38,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
     "mixtral": {},
     "fp8-block": {},
+    "fp8-block-cutlass": {},
     "fp8-block-moe": {},
     "gpt-oss": {},
     "wide": {"quantization": "fp8_per_block"},
     "wide-channels": {"quantization": "fp8_per_channel"},
     "qwen3-moe-tensors": {"quantization": "fp8_per_tensor"},
 }
-"""Models, and how vLLM quantizes some of them while it loads them."""
+"""Models, and how vLLM quantizes some of them while it loads them.
+
+`fp8-block` computes with vLLM's first choice, DeepGEMM where that is installed.
+"""
 WIDTH = 2
 
 
 def model_folder(kind: str, folder: Path) -> Path:
     if kind.startswith("wide"):
         return write_quantized(folder, "fp8-block")[1]
-    return checkpoint(kind.removesuffix("-tensors"), folder)
+    return checkpoint(kind.removesuffix("-tensors").removesuffix("-cutlass"), folder)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +74,17 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 class CudaTrees(Trees):
     """A replica on the GPU, with the kernels that ranks choose."""
 
+    linear_backend: Any = "auto"
+
     def prepare(self) -> None:
+        self.base.kernel_config.linear_backend = self.linear_backend
         choose_kernels(self.base, Holding(WIDTH), torch.cuda.get_device_capability(DEVICE))
+
+
+class CutlassTrees(CudaTrees):
+    """The same, for a user who names CUTLASS, or where DeepGEMM is missing."""
+
+    linear_backend = "cutlass"
 
 
 def kernels(tree: nn.Module) -> dict[str, str]:
@@ -88,7 +101,8 @@ def kernels(tree: nn.Module) -> dict[str, str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_of_a_rank_are_views_that_compute_right(kind: str, process: Path) -> None:
     model = model_folder(kind, process / kind)
-    trees = CudaTrees(model, shards=WIDTH, dtype="bfloat16", **KINDS[kind])
+    made = CutlassTrees if kind.endswith("-cutlass") else CudaTrees
+    trees = made(model, shards=WIDTH, dtype="bfloat16", **KINDS[kind])
     print(kind, "whole", kernels(trees.replica))
     own: dict[str, Any] = {"device": DEVICE, "shards": WIDTH}
     assert prove_tree(trees.replica, trees.replica, width=1, rank_in_group=0, **own)
@@ -99,13 +113,16 @@ def test_trees_of_a_rank_are_views_that_compute_right(kind: str, process: Path) 
         print(kind, f"rank {rank} of {WIDTH}", kernels(tree))
 
 
-def test_a_range_of_inputs_in_blocks_takes_about_as_long_as_a_copy(process: Path) -> None:
+@pytest.mark.parametrize("made", [CudaTrees, CutlassTrees])
+def test_a_range_of_inputs_in_blocks_takes_about_as_long_as_a_copy(
+    made: type[CudaTrees], process: Path
+) -> None:
     """Layers of Qwen3-32B in tp2: a share of the whole beside a layer of its own, as static tp2's.
 
     Prints the times; weights stay in the cache here, as in no model.
     """
-    model = write_quantized(process / "times", "fp8-block")[0]
-    trees = CudaTrees(model, shards=WIDTH, dtype="bfloat16")
+    model = write_quantized(process / f"times-{made.linear_backend}", "fp8-block")[0]
+    trees = made(model, shards=WIDTH, dtype="bfloat16")
     tree = trees.view(WIDTH, 1)
     rows = [
         (own, source)
@@ -131,7 +148,7 @@ def test_a_range_of_inputs_in_blocks_takes_about_as_long_as_a_copy(process: Path
             each.weight_scale_inv = nn.Parameter(factors, requires_grad=False)
             each.input_scale = None
         assert fp8_blocks.block_scales(share).data_ptr() == half.data_ptr()
-        for tokens in (1, 8, 64, 256, 1024, 8192):
+        for tokens in (1, 8, 64, 256, 301, 1024, 8192):
             x = torch.randn((tokens, inputs), generator=draw, device=DEVICE).to(torch.bfloat16)
             runs = [
                 partial(ours.apply_weights, share, x, None),

@@ -71,15 +71,19 @@ def serving(
     kv_cache_dtype: str = "auto",
     has_experts: bool = False,
     moe_backend: str = "auto",
+    linear_backend: str = "auto",
 ) -> Iterator[Served]:
     """Serve a checkpoint on two ranks in bf16; plain vLLM has scored it and is gone."""
-    own = {"kv_cache_dtype": kv_cache_dtype, "moe_backend": moe_backend}
-    static = static_scores(folder, model, has_experts, **own)
+    own = {"kv_cache_dtype": kv_cache_dtype, "linear_backend": linear_backend}
+    static = static_scores(folder, model, has_experts, moe_backend=moe_backend, **own)
     with bare_cell(
         folder,
         ranks=2,
         model=model,
-        engine_args=["--dtype", "bfloat16", "--kv-cache-dtype", kv_cache_dtype, *ENGINE],
+        engine_args=[
+            *("--dtype", "bfloat16", "--kv-cache-dtype", kv_cache_dtype),
+            *("--linear-backend", linear_backend, *ENGINE),
+        ],
         device="cuda",
         limits={"layout": "tp2", **devices.limits(2), **limits},
         pause_limit_ms=60_000,

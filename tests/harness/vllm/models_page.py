@@ -24,7 +24,8 @@ config.json shows, within two seconds.
 
 A tiny random model of each family computes in fp32 on two CPU ranks. All logits differ from static
 vLLM's by less than 1e-4 in `dp2`, `tp2` and `sp2`. A stream that crosses `dp2`, `tp2`, `sp2` and
-`dp2` has the tokens of one that stays in `dp2`. The families are not run on GPUs.
+`dp2` has the tokens of one that stays in `dp2`. On GPUs a few of them have run: see
+the table of forms.
 
 | family | architecture | what is special | dp | tp | sp | switch |
 |---|---|---|---|---|---|---|
@@ -44,7 +45,8 @@ on CPU ranks, within 1e-4.
 REFUSALS = """
 ## Not served in wide groups
 
-These families are served with `--widths 1` alone.
+These families are served with `--widths 1` alone; gpt-oss so on CPU, while its row in the table of
+forms is for GPUs.
 
 | family | architecture | reason |
 |---|---|---|

@@ -78,6 +78,7 @@ def main() -> None:
         tensor_parallel_size=spec["tp"],
         enable_expert_parallel=spec.get("expert_parallel", False),
         moe_backend=spec.get("moe_backend", "auto"),
+        linear_backend=spec.get("linear_backend", "auto"),
         max_model_len=spec["max_model_len"],
         gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),
         **options,

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.harness.vllm.fp8_tilings import SHARED_BYTES, check_tiling
-from worker.engine.weights import fp8, fp8_kernel
+from worker.engine.weights import fp8, fp8_blocks, fp8_kernel
 from worker.engine.weights.fp8_kernel import (
     BLOCK_K,
     BUCKETS,
@@ -131,7 +131,7 @@ def test_a_tuned_tiling_goes_before_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_tokens_are_the_same_for_both_modules() -> None:
-    assert TOKENS_MAX == fp8.FEW_TOKENS
+    assert TOKENS_MAX == fp8.FEW_TOKENS == fp8_blocks.COPY_TOKENS - 1
 
 
 def prepared() -> fp8.StridedFp8Kernel:
