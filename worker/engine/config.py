@@ -51,7 +51,6 @@ from coordinator.protocol.stored_quantization import (
     is_plain_kv,
 )
 from kvadaptor.geometry import Split
-from worker.engine.weights import hopper
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -72,6 +71,9 @@ CPU_MAX_NUM_SEQS = 64
 
 VIEWED_KINDS = frozenset(("tensor", "channel", "block", *ONLINE_FP8))
 """Kinds of fp8 weights that ranks can view."""
+
+HOPPER = 9
+"""The major number of compute capability of H100 and H200 GPUs."""
 
 KV_BYTES = "--kv-cache-memory-bytes"
 
@@ -154,8 +156,8 @@ def choose_kernels(
         kernels.moe_backend = "marlin" if is_mxfp4 else "triton"
     major = capability[0] if capability is not None else 0
     has_blocks = is_fp8 and not kinds.isdisjoint(("block", ONLINE_BLOCKS))
-    if has_blocks and is_viewed and major != hopper.MAJOR and kernels.linear_backend == "auto":
-        kernels.linear_backend = "cutlass" if major > hopper.MAJOR else "triton"
+    if has_blocks and is_viewed and major != HOPPER and kernels.linear_backend == "auto":
+        kernels.linear_backend = "cutlass" if major > HOPPER else "triton"
 
 
 def _names_kv_bytes(given: Sequence[GivenOption]) -> bool:

@@ -2,10 +2,9 @@
 
 import torch
 
-MAJOR = 9
-"""Of the compute capability of H100 and H200."""
+from worker.engine.config import HOPPER
 
 
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device has the compute capability of an H100 or H200."""
-    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] == MAJOR)
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] == HOPPER)
