@@ -54,17 +54,20 @@ class ElementBytes:
     """Of experts, with the padding that their kernel wants."""
 
 
-def element_bytes(config: Mapping[str, Any], options: Sequence[GivenOption] = ()) -> ElementBytes:
+def element_bytes(
+    config: Mapping[str, Any], options: Sequence[GivenOption] = (), *, in_files: bool = False
+) -> ElementBytes:
     """Return the bytes that vLLM gives to elements, by its options and the checkpoint.
 
-    Without `--dtype` vLLM loads float32 checkpoints in a type of two bytes as well.
+    `in_files`: what they take in the checkpoint instead, without the padding of kernels. Without
+    `--dtype` vLLM loads float32 checkpoints in a type of two bytes as well.
     """
     other = 4 if (last_value(options, "--dtype") or "auto") in FOUR_BYTES else 2
     stored = stored_quantization(config, last_value(options, "--quantization"))
     bits = _quantized_bits(stored) if stored is not None and stored.has_weights else None
     linear = experts = other if bits is None else bits / 8
     if stored is not None and stored.method.lower() in MXFP4_QUANTIZATIONS:
-        linear, experts = other, experts * _padding(config)
+        linear, experts = other, experts * (1.0 if in_files else _padding(config))
     usual = KV_BYTES["fp8"] if stored is not None and stored.kv == "fp8" else other
     kv = KV_BYTES.get(last_value(options, "--kv-cache-dtype") or "auto", usual)
     return ElementBytes(linear, other, kv, experts)

@@ -281,9 +281,10 @@ def _held_bytes(cell: CellConfig, files: ModelFiles, size: int, whole_layers: in
     model = model_size(config)
     if model is None:
         return size // cell.weight_parts
-    element = element_bytes(config)
-    held = held_bytes(model, element, cell.weight_parts, cell.borrow, whole_layers)
-    return int(size * (held.weights + held.whole_layers) / held_bytes(model, element).total)
+    parts = cell.weight_parts, cell.borrow, whole_layers
+    held = held_bytes(model, element_bytes(config), *parts)
+    stored = held_bytes(model, element_bytes(config, in_files=True))
+    return int(size * (held.weights + held.whole_layers) / stored.total)
 
 
 def _remedy(config: Config, files: ModelFiles, size: int, room: int) -> str:

@@ -88,9 +88,13 @@ LATENT_ATTENTION = refusal(
 )
 
 
+_NOT_BORROWED = "use --borrow none, or leave out --weight-parts"
 BORROWED_SHARED_EXPERTS = refusal(
     "shared experts that ranks borrow, which vLLM may compute before or after the others,",
-    "use --borrow none, or leave out --weight-parts",
+    _NOT_BORROWED,
+)
+BORROWED_MXFP4 = refusal(
+    "experts in MXFP4 that ranks borrow, whose scales their kernel keeps to itself,", _NOT_BORROWED
 )
 
 
@@ -200,6 +204,9 @@ def refusals(
     borrows = holding.parts > 1 and holding.borrow != "none"
     if borrows and any(config.get(name) for name in _SHARED_EXPERTS):
         yield BORROWED_SHARED_EXPERTS
+    stored = stored_quantization(config, last_value(options, "--quantization"))
+    if borrows and stored is not None and stored.method in MXFP4_QUANTIZATIONS:
+        yield BORROWED_MXFP4
 
 
 def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:

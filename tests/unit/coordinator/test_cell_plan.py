@@ -144,6 +144,8 @@ def test_experts_alone_are_of_four_bits_and_padded() -> None:
     assert found.experts == pytest.approx(4.25 / 8 * (3072 / 2880) * (2944 / 2880))
     held = held_bytes(size, found).total
     assert held == pytest.approx(70.1e9, rel=0.01)
+    stored = held_bytes(size, element_bytes(GPT_OSS_120B, in_files=True)).total
+    assert held / stored == pytest.approx(1.085, abs=0.01)
     assert held_bytes(size, found, 2, "none").total < 0.52 * held
 
 

@@ -10,6 +10,7 @@ import pytest
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.engine_options import read_options
 from coordinator.protocol.held_weights import ElementBytes, element_bytes
+from coordinator.protocol.model_check import Memory
 from coordinator.protocol.model_files import find_model
 from tests.harness.coordinator.model_folders import change, check
 from worker.demo import MODEL_DIR
@@ -104,6 +105,11 @@ def test_experts_in_mxfp4_are_served(model: Path) -> None:
     check(model, device="cuda", ranks=2, widths=[1, 2], layout="tp2")
     with pytest.raises(ConfigError, match="quantization 'mxfp4' on CPU"):
         check(model)
+    halves: dict[str, Any] = {"device": "cuda", "ranks": 2, "widths": [1, 2], "weight_parts": 2}
+    check(model, **halves, borrow="none", layout="tp2")
+    for borrow in ("ffn", "all"):
+        with pytest.raises(ConfigError, match=r"experts in MXFP4 that ranks borrow.*--borrow none"):
+            check(model, **halves, borrow=borrow, layout="dp2")
 
 
 def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
@@ -118,6 +124,17 @@ def test_older_checkpoints_keep_it_in_a_file_of_its_own(model: Path) -> None:
     change(model, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigError, match="'awq'"):
         check(model, device="cuda")
+
+
+def test_padding_of_experts_in_mxfp4_counts_as_weights(model: Path) -> None:
+    """Marlin makes an inner size of 160 one of 256, and a hidden size of 320 one of 512."""
+    sizes = {"hidden_size": 320, "intermediate_size": 160, "num_local_experts": 64}
+    change(model, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}, **sizes)
+    size = (model / "model.safetensors").stat().st_size
+    whole = ("--gpu-memory-utilization", "1")
+    with pytest.raises(ConfigError, match=r"its weights take .* in a device"):
+        check(model, *whole, device="cuda", memory=Memory(int(1.5 * size), "its GPU"))
+    check(model, *whole, device="cuda", memory=Memory(3 * size, "its GPU"))
 
 
 PACKED: tuple[dict[str, Any], ...] = (
