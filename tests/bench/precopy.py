@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.bench.gpu_numbers import longest_gap
 from tests.bench.gpu_shapes import DEMO, SHAPES, write_shape
+from tests.harness.cells import devices
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.shared import PATIENCE
 
@@ -118,6 +119,7 @@ def cell_of(precopy: str, shape: str, *, worker: str = "worker") -> Any:
         pause_limit_ms=60_000,
         precopy=precopy,
         worker=worker,
+        limits={} if shape == DEMO else devices.limits(2),
         **PATIENCE,
         **on_gpus,
     )

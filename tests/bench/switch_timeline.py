@@ -1,7 +1,8 @@
 """Where the pause of a switch goes: what both ranks do in the longest gap of any stream.
 
 `python -m tests.bench.switch_timeline OUT [--shape llama-3-8b] [--streams 128] [--tokens 512]`: one
-cell of two ranks with early copies, on CPU with the demo model or on two GPUs. OUT is a folder for
+cell of two ranks with early copies, on CPU with the demo model, on two GPUs, or on one that they
+share (what the host does takes as long; steps take longer). OUT is a folder for
 what the ranks note (`tests.bench.profiled_worker`). Times are ms after the gap began.
 """
 
