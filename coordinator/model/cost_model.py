@@ -108,7 +108,7 @@ class CostModel:
 
 
 class StepFits:
-    """Lines by (mode, width), fitted to start-up measurements and served steps.
+    """Lines by mode and width, such as `tp2`, fitted to start-up measurements and served steps.
 
     Steps at their floor are no part of a line: it would be flat.
     """
@@ -116,18 +116,18 @@ class StepFits:
     __slots__ = ("_lines", "_priors", "_served")
 
     def __init__(self) -> None:
-        self._priors: dict[tuple[Mode, int], StepSums] = {}
-        self._served: dict[tuple[Mode, int], StepSums] = {}
-        self._lines: dict[tuple[Mode, int], StepLine] = {}
+        self._priors: dict[str, StepSums] = {}
+        self._served: dict[str, StepSums] = {}
+        self._lines: dict[str, StepLine] = {}
 
     @property
     def is_empty(self) -> bool:
         """True while nothing is known."""
         return not self._lines
 
-    def line(self, mode: Mode, width: int) -> StepLine | None:
-        """Return the line of a mode and width, or None if it is unknown."""
-        return self._lines.get((mode, width))
+    def line(self, name: str) -> StepLine | None:
+        """Return the line of groups of this name, or None if it is unknown."""
+        return self._lines.get(name)
 
     def add_curves(self, times: Sequence[WidthTimes], context_share: float = 0.0) -> None:
         """Add the curves of a start-up.
@@ -137,10 +137,10 @@ class StepFits:
         """
         for each in times:
             floors_us = dict(each.floor_us)
-            for name, points in each.curves:
-                if (mode := _mode_of(name, each.width)) is None:
+            for mode, points in each.curves:
+                if (name := _group_name(mode, each.width)) is None:
                     continue  # Layouts of mixed groups are no candidates.
-                floor_us = floors_us.get(name, 0)
+                floor_us = floors_us.get(mode, 0)
                 shortest_s = min(us for _, us in points) * 1e-6
                 if floor_us:
                     shortest_s = _shortest_s(times, each.width) or shortest_s
@@ -153,31 +153,29 @@ class StepFits:
                     if per_million_s > 0:
                         context = 0.5 * seconds / per_million_s * 1e6
                         steps.append((tokens, context, 1.5 * seconds))
-                self._priors[mode, each.width] = sums_of(steps, PRIOR_STEPS)
-                self._refit(mode, each.width)
+                self._priors[name] = sums_of(steps, PRIOR_STEPS)
+                self._refit(name)
 
     def add_steps(self, steps: Iterable[ServedSteps]) -> None:
         """Add the steps that a leader served since its last report."""
         for each in steps:
-            key = each.mode, each.width
-            before = self._served.get(key, StepSums())
+            before = self._served.get(each.name, StepSums())
             keep = 0.5 ** (each.sums.steps / STEPS_REMEMBERED)
-            self._served[key] = plus(before, each.sums, keep)
-            self._refit(*key)
+            self._served[each.name] = plus(before, each.sums, keep)
+            self._refit(each.name)
 
-    def _refit(self, mode: Mode, width: int) -> None:
-        key = mode, width
-        prior, served = self._priors.get(key, StepSums()), self._served.get(key, StepSums())
+    def _refit(self, name: str) -> None:
+        prior, served = self._priors.get(name, StepSums()), self._served.get(name, StepSums())
         line = fit(plus(_recalibrated(prior, served), served))
         if line is not None and (line.base_s > 0 or line.token_s > 0):
-            self._lines[key] = line
+            self._lines[name] = line
 
 
-def _mode_of(name: str, width: int) -> Mode | None:
-    """Return the mode of the groups whose steps a curve has; None for mixed ones."""
-    if name == step_name(Mode.PP, width):
-        return Mode.PP
-    return Mode(name) if name in set(Mode) else None
+def _group_name(mode: str, width: int) -> str | None:
+    """Return the name of the groups whose steps a curve has; None for mixed ones."""
+    if mode in set(Mode):
+        return step_name(Mode(mode), width)
+    return mode if mode.startswith(Mode.PP) else None
 
 
 def _recalibrated(prior: StepSums, served: StepSums) -> StepSums:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from comm_pool.layout import Mode
+from comm_pool.mixed import Staged
 from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.model.observation import Observation
 from coordinator.model.policy_settings import PolicySettings, TierGoal
@@ -57,8 +58,8 @@ class CostRecord(msgspec.Struct, frozen=True, tag="costs"):
     link_bytes_per_s: float
     goals: dict[str, GoalRecord]
     settings: dict[str, float]
-    pipelines: tuple[int, ...] = ()
-    """The widths of groups that may be pipeline groups."""
+    pipelines: tuple[str, ...] = ()
+    """Pipeline groups that there may be, such as `pp2`."""
 
 
 Line = Observation | CostRecord
@@ -92,7 +93,7 @@ def cost_record(
     modes: Mapping[int, Mode],
     costs: CostModel,
     settings: PolicySettings,
-    pipelines: Collection[int] = (),
+    pipelines: Collection[Staged] = (),
 ) -> CostRecord:
     """Return the log line of the cost model."""
     switch = costs.switch
@@ -114,7 +115,7 @@ def cost_record(
             for tier, goal in settings.goals.items()
         },
         settings={name: getattr(settings, name) for name in SETTINGS},
-        pipelines=tuple(pipelines),
+        pipelines=tuple(map(str, pipelines)),
     )
 
 

@@ -19,6 +19,7 @@ from comm_pool.layout import (
     parse_layout,
     supported_layouts,
 )
+from comm_pool.mixed import Staged
 
 Shape = tuple[str, ...]
 """Names of a layout's groups, widest first."""
@@ -55,17 +56,18 @@ class LayoutSpace:
         *,
         absent: Collection[Rank] = (),
         alone: Collection[Rank] = (),
-        pipelines: Collection[int] = (),
+        pipelines: Collection[Staged] = (),
     ) -> None:
         """`modes`: supported width -> its mode; ranks in `alone` serve in dp only.
 
-        Groups as wide as one of `pipelines` may also be pipeline groups.
+        Groups as wide as one of `pipelines` may also be such pipeline groups.
         """
         self._by_shape: dict[Shape, list[Layout]] = {}
-        staged = {**modes, **dict.fromkeys(pipelines, Mode.PP)}
         of_modes = _layouts(world, sorted(modes))
         for layout in dict.fromkeys(
-            _in_modes(each, chosen) for chosen in (modes, staged) for each in of_modes
+            _in_modes(each, {**modes, **chosen})
+            for chosen in _staged_choices(pipelines)
+            for each in of_modes
         ):
             present = layout.without(absent)
             possible = Layout(present.without(alone).groups).plus(
@@ -145,9 +147,19 @@ def _layouts(world: int, widths: list[int]) -> list[Layout]:
     return found
 
 
-def _in_modes(layout: Layout, modes: Mapping[int, Mode]) -> Layout:
-    groups = [
-        group if group.width == 1 else type(group)(group.ranks, modes[group.width])
-        for group in layout.groups
-    ]
-    return Layout(tuple(groups))
+def _staged_choices(pipelines: Collection[Staged]) -> list[dict[int, Staged]]:
+    """Return which pipeline groups a layout may have, by width: none, or all with stages alike."""
+    parts = sorted({each.tp for each in pipelines})
+    return [{}, *({each.width: each for each in pipelines if each.tp == tp} for tp in parts)]
+
+
+def _in_modes(layout: Layout, modes: Mapping[int, Mode | Staged]) -> Layout:
+    return Layout(tuple(_in_mode(group, modes[group.width]) for group in layout.groups))
+
+
+def _in_mode(group: Group, mode: Mode | Staged) -> Group:
+    if group.width == 1:
+        return group
+    if isinstance(mode, Staged):
+        return Group(group.ranks, Mode.PP, mode.tp)
+    return Group(group.ranks, mode)

@@ -111,16 +111,17 @@ class Knowledge:
             found[width] = Mode.SHIFT if shifts else Mode.TP
         return found
 
-    def pipelines(self, roster: Roster, alive: Collection[Rank]) -> tuple[int, ...]:
-        """Return the widths whose pipeline groups all these ranks have prepared and may use."""
+    def pipelines(self, roster: Roster, alive: Collection[Rank]) -> tuple[Staged, ...]:
+        """Return the pipeline groups that all these ranks have prepared and may use."""
         able = [rank for rank in alive if not roster.is_degraded(rank)]
         out = roster.guard.modes_out()
         return tuple(
-            width
+            staged
             for width in self._widths[1:]
-            if step_name(Mode.PP, width) not in out
+            for staged in self._stagings(width)
+            if str(staged) not in out
             and all(roster.supports(rank, width) for rank in able)
-            and all(roster.can_compute(rank, width, Staged(width)) for rank in able)
+            and all(roster.can_compute(rank, width, staged) for rank in able)
         )
 
     def costs(self, roster: Roster, alive: Collection[Rank]) -> CostModel:
@@ -131,40 +132,55 @@ class Knowledge:
         groups = {}
         for width, mode in self.modes(roster, alive).items():
             # An operator may have chosen a mode that the policy would not.
-            for each in (mode,) if width == 1 else (Mode.TP, Mode.SP, Mode.SHIFT, Mode.PP):
+            for each in (mode,) if width == 1 else (Mode.TP, Mode.SP, Mode.SHIFT):
                 if (cost := self._group(each, width, hellos)) is not None:
                     groups[f"{each}{width}"] = cost
+            for staged in self._stagings(width):
+                if (cost := self._pipeline(staged, hellos)) is not None:
+                    groups[str(staged)] = cost
         kv_bytes = dict(hellos[0].memory).get("kv", 0)
         per_token = kv_bytes / max(1, hellos[0].pages_total * hellos[0].tokens_per_slot)
         return CostModel(groups, SwitchCost(self._pause_s, per_token, self._speed))
 
+    def _stagings(self, width: int) -> list[Staged]:
+        """Return the pipeline groups of a width that there may be; stages are groups, too."""
+        return [Staged(width // tp, tp) for tp in self._widths if tp < width]
+
+    def _pipeline(self, staged: Staged, hellos: list[RankHello]) -> GroupCost | None:
+        line = self._line(str(staged))
+        if line is None:
+            return None
+        # It is that of one stage; see `GroupCost`.
+        line = replace(line, base_s=staged.pp * line.base_s)
+        return GroupCost(
+            decode=line,
+            prefill=line,
+            capacity_tokens=kv_tokens(hellos, staged.width, staged.pp),
+            tasks_max=hellos[0].max_tasks,
+            chunk_tokens=staged.pp * (hellos[0].tokens_per_step_max or CHUNK_TOKENS),
+            stages=staged.pp,
+        )
+
     def _group(self, mode: Mode, width: int, hellos: list[RankHello]) -> GroupCost | None:
         small, large = (Mode.TP, Mode.SP) if mode is Mode.SHIFT else (mode, mode)
-        decode = self._line(small, width)
-        prefill = self._line(large, width) if mode is Mode.SHIFT else decode
+        decode = self._line(step_name(small, width))
+        prefill = self._line(step_name(large, width)) if mode is Mode.SHIFT else decode
         if decode is None or prefill is None:
             return None
-        stages = width if mode is Mode.PP else 1
-        if stages > 1:
-            # The lines are those of one stage; see `GroupCost`.
-            decode = prefill = replace(decode, base_s=stages * decode.base_s)
         # By the ranks that are alive: one that restarts may have other whole layers than before.
         floors = floors_us((times for hello in hellos for times in hello.step_times), width)
         return GroupCost(
             decode=decode,
             prefill=prefill,
-            capacity_tokens=kv_tokens(hellos, width, stages),
+            capacity_tokens=kv_tokens(hellos, width),
             tasks_max=hellos[0].max_tasks,
-            chunk_tokens=stages * (hellos[0].tokens_per_step_max or CHUNK_TOKENS),
+            chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
             floor_s=floors.get(small, 0) * 1e-6,
             prefill_floor_s=floors.get(large, 0) * 1e-6,
-            stages=stages,
         )
 
-    def _line(self, mode: Mode, width: int) -> StepLine | None:
-        if self._step_times:
-            return self._step_times.get(f"{mode}{width}")
-        return self._fits.line(mode, width)
+    def _line(self, name: str) -> StepLine | None:
+        return self._step_times.get(name) if self._step_times else self._fits.line(name)
 
 
 def _shifts(roster: Roster, rank: Rank, width: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from comm_pool.layout import Layout, format_layout, parse_layout
+from comm_pool.mixed import read_staged
 from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import Observation, SwitchObservation
 from coordinator.model.observation_log import CostRecord, Line, costs_of, settings_of
@@ -51,7 +52,9 @@ def replay(
     for line in lines:
         if isinstance(line, CostRecord):
             settings = settings_of(line, changed or {})
-            space = LayoutSpace(line.world, line.modes, pipelines=line.pipelines)
+            space = LayoutSpace(
+                line.world, line.modes, pipelines=[*map(read_staged, line.pipelines)]
+            )
             if run is None:
                 run = _Run(line.world, is_adaptive, costs_of(line), settings, space)
                 run.widths = tuple(line.modes)

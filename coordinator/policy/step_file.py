@@ -2,7 +2,8 @@
 
 A file maps each mode and width that the policy may choose to points, such as `dp1: {points: [[1,
 21.6], [4096, 468]], context_us: 0.08}`. Points are (tokens of a step, milliseconds); `context_us`
-is the cost of reading one token's KV, in microseconds. Those of `pp2` are of one stage.
+is the cost of reading one token's KV, in microseconds. Those of `pp2` and `pp2tp2` are of one
+stage.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 from coordinator.model.step_line import StepLine, fit, sums_of
 
-NAME = re.compile(r"dp1|(?:tp|sp|pp)(?:[2-9]|[1-9][0-9])")
+NAME = re.compile(r"dp1|(?:tp|sp|pp)(?:[2-9]|[1-9][0-9])|pp(?:2|4|8)tp(?:2|4|8)")
 
 
 def parse_step_times(data: object) -> dict[str, StepLine]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from comm_pool.layout import Mode, parse_layout
+from comm_pool.mixed import Staged
 from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.model.policy_settings import PolicySettings, TierGoal
 from coordinator.model.step_line import StepLine
@@ -55,7 +56,7 @@ def drawn(seed: int) -> Box:
 
 
 def space() -> LayoutSpace:
-    return LayoutSpace(RANKS, {RANKS: Mode.TP}, pipelines=(RANKS,))
+    return LayoutSpace(RANKS, {RANKS: Mode.TP}, pipelines=(Staged(RANKS),))
 
 
 def run(box: Box, layout: str, settings: PolicySettings | None = None) -> tuple[float, SimCell]:

@@ -72,11 +72,14 @@ def _size_of(plan: PlannedStep, width: int) -> tuple[StepMode, int, int]:
     return plan.mode, width, plan.tokens.bit_length()
 
 
-def _kind_of(mode: StepMode) -> Mode | None:
-    """Return the mode of the groups whose steps are computed so; None for mixed ones."""
+def _kind_of(mode: StepMode) -> tuple[Mode, int] | None:
+    """Return the mode of the groups whose steps are computed so, and the parts of each stage.
+
+    None for mixed ones.
+    """
     if isinstance(mode, Staged):
-        return Mode.PP if mode.tp == 1 else None
-    return mode if isinstance(mode, Mode) else None
+        return Mode.PP, mode.tp
+    return (mode, 1) if isinstance(mode, Mode) else None
 
 
 class StepLog:
@@ -85,7 +88,7 @@ class StepLog:
     __slots__ = ("_last_end_ns", "_medians", "_sums")
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Mode, int, bool], list[float]] = {}
+        self._sums: dict[tuple[tuple[Mode, int], int, bool], list[float]] = {}
         self._medians: dict[tuple[StepMode, int, int], _Median] = {}
         self._last_end_ns = 0
 
@@ -139,8 +142,9 @@ class StepLog:
             ServedSteps(
                 mode,
                 width,
-                taken.get((mode, width, False), nothing),
-                taken.get((mode, width, True), nothing),
+                taken.get(((mode, tp), width, False), nothing),
+                taken.get(((mode, tp), width, True), nothing),
+                tp,
             )
-            for mode, width in dict.fromkeys(key[:2] for key in taken)
+            for (mode, tp), width in dict.fromkeys(key[:2] for key in taken)
         )

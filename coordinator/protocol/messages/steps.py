@@ -5,7 +5,8 @@ Plain values without a tag of their own on the wire.
 
 import msgspec
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, step_name
+from comm_pool.mixed import Staged
 
 AT_FLOOR = 1.05
 """A step that takes at most this multiple of its floor says nothing about what it computes."""
@@ -54,9 +55,18 @@ class ServedSteps(msgspec.Struct, frozen=True):
 
     `at_floor` are those that took no longer than their loans, whatever they computed: they say
     nothing about what tokens cost, but they show that the rank keeps its pace. `sums` are the rest.
+    `stage_tp` is the number of parts into which each stage of a pipeline group splits the weights.
     """
 
     mode: Mode
     width: int
     sums: StepSums
     at_floor: StepSums = StepSums()
+    stage_tp: int = 1
+
+    @property
+    def name(self) -> str:
+        """The mode and width of the groups, such as `tp2` or `pp2tp2`."""
+        if self.mode is Mode.PP:
+            return str(Staged(self.width // self.stage_tp, self.stage_tp))
+        return step_name(self.mode, self.width)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from comm_pool.layout import Mode, Rank, format_layout, parse_layout
+from comm_pool.mixed import Staged
 from coordinator.model.cost_model import CostModel, GroupCost, StepFits, SwitchCost
 from coordinator.model.observation import Observation
 from coordinator.model.observation_log import CostRecord, cost_record, costs_of, encode
@@ -103,9 +104,12 @@ def test_served_steps_correct_what_stages_measured() -> None:
     slower = [(tokens, 0.0, 2 * STAGE.seconds(tokens, 0)) for tokens in range(1, 256)]
     for _ in range(20):
         fits.add_steps([ServedSteps(Mode.PP, 2, sums_of(slower))])
-    line = fits.line(Mode.PP, 2)
-    assert line is not None
-    assert line.seconds(2_048, 0) == pytest.approx(2 * STAGE.seconds(2_048, 0), rel=0.1)
+        fits.add_steps([ServedSteps(Mode.PP, 4, sums_of(slower), stage_tp=2)])
+    for name in ("pp2", "pp2tp2"):
+        line = fits.line(name)
+        assert line is not None
+        assert line.seconds(2_048, 0) == pytest.approx(2 * STAGE.seconds(2_048, 0), rel=0.1)
+    assert fits.line("pp4") is None
 
 
 def test_only_ranks_that_have_all_prepared_it_form_a_pipeline_group() -> None:
@@ -117,10 +121,44 @@ def test_only_ranks_that_have_all_prepared_it_form_a_pipeline_group() -> None:
 def test_layouts_of_several_pipeline_groups_are_candidates() -> None:
     modes = {1: Mode.DP, 2: Mode.TP, 4: Mode.SHIFT}
     here = parse_layout("dp4", 4, (1, 2, 4))
-    found = {format_layout(each) for each in LayoutSpace(4, modes, pipelines=(2,)).layouts(here)}
-    assert found == {"dp4", "dp2+tp2", "tp2+tp2", "shift4", "dp2+pp2", "pp2+pp2"}
-    found = {format_layout(each) for each in LayoutSpace(4, modes, pipelines=(2, 4)).layouts(here)}
-    assert "pp4" in found
+
+    def found(*pipelines: Staged) -> set[str]:
+        space = LayoutSpace(4, modes, pipelines=pipelines)
+        return {format_layout(each) for each in space.layouts(here)}
+
+    plain = {"dp4", "dp2+tp2", "tp2+tp2", "shift4"}
+    pairs = {"dp2+pp2", "pp2+pp2"}
+    assert found() == plain
+    assert found(Staged(2)) == plain | pairs
+    assert found(Staged(2), Staged(4)) == plain | pairs | {"pp4"}
+    assert found(Staged(2, 2)) == plain | {"pp2tp2"}
+    assert found(Staged(2), Staged(2, 2)) == plain | pairs | {"pp2tp2"}
+
+
+def test_stages_of_several_ranks_are_candidates_with_a_cost_of_their_own() -> None:
+    """Four ranks in pairs with a fast link: pp2tp2 is measured, and takes tp2 as its stages."""
+    wide = (
+        WidthTimes(2, (("tp", points(TP)),)),
+        WidthTimes(4, (("tp", points(TP)), ("pp2tp2", points(STAGE)))),
+    )
+    ready = [
+        replace(each, step_times=(*each.step_times[:1], *wide), widths=(1, 2, 4), kv_heads=2)
+        for each in (staged(rank) for rank in range(4))
+    ]
+    roster, knowledge = Roster(4), Knowledge((1, 2, 4), {})
+    for each in ready:
+        roster.on_hello(each, 0)
+        knowledge.on_hello(each)
+    alive = [Rank(rank) for rank in range(4)]
+    assert knowledge.pipelines(roster, alive) == (Staged(2, 2),)
+    found = knowledge.costs(roster, alive).groups
+    assert set(found) == {"dp1", "tp2", "tp4", "pp2tp2"}
+    assert found["pp2tp2"].stages == 2
+    assert found["pp2tp2"].decode.base_s == pytest.approx(2 * STAGE.base_s, rel=0.01)
+    assert found["pp2tp2"].capacity_tokens == kv_tokens(ready, 4, 2) == 2 * kv_tokens(ready, 4)
+    space = knowledge.space(roster, alive)
+    here = parse_layout("dp4", 4, (1, 2, 4))
+    assert "pp2tp2" in {format_layout(each) for each in space.layouts(here)}
 
 
 @given(
@@ -145,7 +183,7 @@ def test_a_prompt_passes_the_stages_one_chunk_after_the_other(
 
 
 def choose(seen: Observation, costs: CostModel, settings: PolicySettings = SETTINGS) -> Verdict:
-    space = LayoutSpace(2, {1: Mode.DP, 2: Mode.TP}, pipelines=(2,))
+    space = LayoutSpace(2, {1: Mode.DP, 2: Mode.TP}, pipelines=(Staged(2),))
     current = parse_layout(seen.layout, 2, WIDTHS)
     return decide(seen, current, space, costs, settings, State())[0]
 
@@ -177,9 +215,10 @@ def test_stages_serve_interactive_tasks_that_meet_their_goals() -> None:
 
 
 def test_a_log_has_the_pipeline_groups() -> None:
-    record = read_line(encode(cost_record(0, 2, {1: Mode.DP}, SLOW_LINK, SETTINGS, (2,))))
+    pipelines = Staged(2), Staged(2, 2)
+    record = read_line(encode(cost_record(0, 2, {1: Mode.DP}, SLOW_LINK, SETTINGS, pipelines)))
     assert isinstance(record, CostRecord)
-    assert record.pipelines == (2,)
+    assert record.pipelines == ("pp2", "pp2tp2")
     assert costs_of(record).groups["pp2"].stages == 2
 
 

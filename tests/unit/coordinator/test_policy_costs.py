@@ -52,17 +52,17 @@ def test_noise_leaves_predictions_within_a_few_percent() -> None:
 def test_what_is_served_corrects_what_was_measured() -> None:
     fits = StepFits()
     fits.add_curves([WidthTimes(1, ((Mode.DP, ((1, 21_600), (4_096, 468_000))),))], 1e-6)
-    before = fits.line(Mode.DP, 1)
+    before = fits.line("dp1")
     assert before is not None
     assert before.seconds(4_096, 0) == pytest.approx(0.468, rel=0.02)
     assert before.context_s == pytest.approx(21.6e-9, rel=0.2), "the guess, until it is known"
     slower = StepLine(0.03, 0.00015, 2e-7)
     for _ in range(20):
         fits.add_steps([ServedSteps(Mode.DP, 1, sums_of(steps(slower, 200)))])
-    after = fits.line(Mode.DP, 1)
+    after = fits.line("dp1")
     assert after is not None
     assert after.seconds(2_000, 50_000) == pytest.approx(slower.seconds(2_000, 50_000), rel=0.05)
-    assert fits.line(Mode.TP, 2) is None
+    assert fits.line("tp2") is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_curves_that_are_far_off_are_scaled_to_the_served_steps(
     real = StepLine(LINE.base_s / factor, LINE.token_s / factor, 0.0)
     served = sums_of((tokens, 0.0, real.seconds(tokens, 0)) for tokens in range(1, 51))
     fits.add_steps([ServedSteps(Mode.DP, 1, served)])
-    found = fits.line(Mode.DP, 1)
+    found = fits.line("dp1")
     assert found is not None
     # The line does not agree with LINE in both parts, as contexts are not served.
     wanted = real if is_scaled else LINE
@@ -140,7 +140,7 @@ def fits_of(points: tuple[tuple[int, int], ...], share: float = 0.0) -> StepFits
 
 def test_a_line_goes_through_the_steps_above_the_floor() -> None:
     fits = fits_of(DP_THAT_BORROWS)
-    line = fits.line(Mode.DP, 1)
+    line = fits.line("dp1")
     assert line is not None
     assert line.seconds(1_024, 0) == pytest.approx(0.0934, rel=0.01)
     assert line.seconds(8_192, 0) == pytest.approx(0.716, rel=0.01)
@@ -153,7 +153,7 @@ def test_a_line_goes_through_the_steps_above_the_floor() -> None:
 def test_with_one_step_above_the_floor_the_line_begins_at_nothing(
     points: tuple[tuple[int, int], ...],
 ) -> None:
-    line = fits_of(points).line(Mode.DP, 1)
+    line = fits_of(points).line("dp1")
     assert line is not None
     assert line.seconds(2_048, 0) == pytest.approx(points[-1][1] / 1e6, rel=0.01)
     assert line.seconds(1_024, 0) == pytest.approx(points[-1][1] / 2e6, rel=0.01)
@@ -161,7 +161,7 @@ def test_with_one_step_above_the_floor_the_line_begins_at_nothing(
 
 def test_reading_context_is_estimated_by_groups_that_borrow_nothing() -> None:
     """A rank alone reads twice what each of two does: 29 ms for all weights."""
-    line = fits_of(DP_THAT_BORROWS, 1e-6).line(Mode.DP, 1)
+    line = fits_of(DP_THAT_BORROWS, 1e-6).line("dp1")
     assert line is not None
     assert line.context_s == pytest.approx(29e-9, rel=0.2)
 

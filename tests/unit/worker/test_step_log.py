@@ -41,26 +41,25 @@ def test_a_step_launched_behind_another_lasts_from_its_end() -> None:
     assert told.sums.y / told.sums.n == pytest.approx(0.010)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_step_of_a_pipeline_group_counts_with_the_time_of_one_stage(stages: int) -> None:
+@pytest.mark.parametrize("staged", [Staged(2), Staged(4), Staged(2, 2)])
+def test_a_step_of_a_pipeline_group_counts_with_the_time_of_one_stage(staged: Staged) -> None:
     """However many of its stages have work: one step alone takes all of them one by one."""
     log, stage_ns = StepLog(), 10 * MS
-    plan = Plan(8, mode=Staged(stages))
+    plan, stages, width = Plan(8, mode=staged), staged.pp, staged.width
     for _ in range(10):
-        log.ended(plan, stages, (now := 1_000 * MS), now + stages * stage_ns, busy=1 / stages)
-        log.ended(Plan(0), stages, now, now)
+        log.ended(plan, width, (now := 1_000 * MS), now + stages * stage_ns, busy=1 / stages)
+        log.ended(Plan(0), width, now, now)
     for turn in range(1, 11):
-        log.ended(plan, stages, 0, 2_000 * MS + turn * stage_ns)
+        log.ended(plan, width, 0, 2_000 * MS + turn * stage_ns)
     (served,) = log.take()
-    assert (served.mode, served.width) == (Mode.PP, stages)
+    assert (served.name, served.width) == (str(staged), width)
     assert served.sums.y / served.sums.n == pytest.approx(0.010)
-    assert log.usual_s(plan, stages) == pytest.approx(0.010, rel=0.1)
+    assert log.usual_s(plan, width) == pytest.approx(0.010, rel=0.1)
 
 
 def test_steps_of_mixed_groups_and_of_a_pipeline_that_drains_are_left_out() -> None:
     log = StepLog()
     log.ended(Plan(8, mode=Mixed(2, 2)), 4, 0, 10 * MS)
-    log.ended(Plan(8, mode=Staged(2, 2)), 4, 0, 20 * MS)
     log.ended(Plan(8, mode=Staged(2)), 2, 0, 30 * MS, busy=0.0)
     assert log.take() == ()
 
