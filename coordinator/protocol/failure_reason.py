@@ -5,6 +5,7 @@ what it did not expect ("too many values to unpack") says nothing to a user: its
 """
 
 import errno
+import re
 import traceback
 from pathlib import PurePath
 
@@ -16,6 +17,8 @@ OWN_PACKAGES = ("comm_pool", "coordinator", "gateway", "kvadaptor", "worker")
 NO_ROOM = ("OutOfMemoryError", "MemoryError")
 NO_ROOM_OF_TORCH = "can't allocate memory"
 """In the message of torch's allocator on CPU, whose error has no class of its own."""
+_MISSING_KERNEL = re.compile(r"\b_C::(\w+)\(\) expected at most 0 argument")
+"""vLLM's CPU build names kernels that it does not have, and declares them without arguments."""
 REASON_CHARS_MAX = 600
 
 _BY_PYTHON = (
@@ -45,6 +48,11 @@ def reason_of(error: BaseException) -> str:
     last = frames[-1] if frames else None
     if last is None or (last.line or "").lstrip().startswith("raise") or isinstance(error, OSError):
         return _one_line(str(error)) or kind.__name__
+    if (kernel := _MISSING_KERNEL.search(str(error))) is not None:
+        return (
+            f"this build of vLLM has no kernel {kernel[1]} for this device: serve a checkpoint "
+            "that is quantized otherwise, or not at all."
+        )
     place = f"{_short(last.filename)}, line {last.lineno}"
     detail = "" if isinstance(error, _BY_PYTHON) else f": {_one_line(str(error))}"
     return (

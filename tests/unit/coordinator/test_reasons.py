@@ -51,6 +51,16 @@ def test_an_error_that_python_raises_is_no_reason(action: str) -> None:
         assert "unpack" not in reason
 
 
+def test_a_kernel_that_the_build_of_vllm_lacks_is_named() -> None:
+    pytest.importorskip("vllm")
+    error = failing(
+        "import torch, vllm._custom_ops as ops; x = torch.zeros(2, 2);"
+        "torch.ops._C.static_scaled_fp8_quant(x, x, x, None)"
+    )
+    reason = reason_of(error)
+    assert reason.startswith("this build of vLLM has no kernel static_scaled_fp8_quant for"), error
+
+
 def test_an_error_that_says_what_is_wrong_is_the_reason() -> None:
     assert reason_of(ConfigError("lower it.")) == "lower it."
     with pytest.raises(RuntimeError) as full:
