@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from coordinator.model.step_line import StepLine, fit, sums_of
 
-NAME = re.compile(r"dp1|(?:tp|sp|pp)(?:[2-9]|[1-9][0-9])|pp(?:2|4|8)tp(?:2|4|8)")
+_WIDTH = "(?:[2-9]|[1-9][0-9])"
+NAME = re.compile(f"dp1|(?:tp|sp){_WIDTH}|pp{_WIDTH}(?:tp{_WIDTH})?")
 
 
 def parse_step_times(data: object) -> dict[str, StepLine]:

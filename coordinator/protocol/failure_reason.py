@@ -31,6 +31,11 @@ _BY_PYTHON = (
 def reason_of(error: BaseException) -> str:
     """Return what to tell the user; the log has the traceback."""
     kind = type(error)
+    if (kernel := _MISSING_KERNEL.search(str(error))) is not None:
+        return (
+            f"this build of vLLM has no kernel {kernel[1]} for this device: serve a checkpoint "
+            "that is quantized otherwise, or not at all."
+        )
     if kind.__module__.split(".")[0] in OWN_PACKAGES:
         return _one_line(str(error))
     if _lacks_memory(error):
@@ -48,11 +53,6 @@ def reason_of(error: BaseException) -> str:
     last = frames[-1] if frames else None
     if last is None or (last.line or "").lstrip().startswith("raise") or isinstance(error, OSError):
         return _one_line(str(error)) or kind.__name__
-    if (kernel := _MISSING_KERNEL.search(str(error))) is not None:
-        return (
-            f"this build of vLLM has no kernel {kernel[1]} for this device: serve a checkpoint "
-            "that is quantized otherwise, or not at all."
-        )
     place = f"{_short(last.filename)}, line {last.lineno}"
     detail = "" if isinstance(error, _BY_PYTHON) else f": {_one_line(str(error))}"
     return (

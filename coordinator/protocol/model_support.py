@@ -93,8 +93,8 @@ BORROWED_SHARED_EXPERTS = refusal(
     "shared experts that ranks borrow, which vLLM may compute before or after the others,",
     _NOT_BORROWED,
 )
-BORROWED_MXFP4 = refusal(
-    "experts in MXFP4 that ranks borrow, whose scales their kernel keeps to itself,", _NOT_BORROWED
+BORROWED_SINKS = refusal(
+    "attention sinks, which models with experts in MXFP4 have and ranks do not lend,", _NOT_BORROWED
 )
 
 
@@ -137,8 +137,8 @@ class Holding:
 def _or_parts(instead: str, widest: int) -> str:
     """Add to a remedy that ranks can hold all weights, or parts, as vLLM makes them."""
     return (
-        f"use --weight-parts {widest} --borrow all or --widths 1, where no rank views weights, or "
-        f"{instead}"
+        f"use --weight-parts {widest} with --borrow all or none, or --widths 1, where no rank "
+        f"views weights, or {instead}"
     )
 
 
@@ -206,7 +206,7 @@ def refusals(
         yield BORROWED_SHARED_EXPERTS
     stored = stored_quantization(config, last_value(options, "--quantization"))
     if borrows and stored is not None and stored.method in MXFP4_QUANTIZATIONS:
-        yield BORROWED_MXFP4
+        yield BORROWED_SINKS
 
 
 def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:

@@ -206,6 +206,11 @@ def _quantization_refusal(vllm_config: VllmConfig, holding: Holding) -> str | No
     return None
 
 
+def takes_views(vllm_config: VllmConfig) -> bool:
+    """Return whether ranks of a wide group could view the weights, as the configuration shows."""
+    return _quantization_refusal(vllm_config, Holding(widest=2)) is None
+
+
 def quantizes_weights(vllm_config: VllmConfig) -> bool:
     """Return whether weights are quantized, not the KV cache alone."""
     quant = vllm_config.quant_config

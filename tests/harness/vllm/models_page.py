@@ -54,8 +54,9 @@ forms is for GPUs.
 FORMS_HEAD = """
 ## Forms of weights and KV
 
-Modes are `dp`, `tp`, `sp`, `shift`, `pp` and mixed layouts. aileron refuses a form that the table
-does not have, and gives the reason. Tests are in `tests/`.
+Modes are `dp`, `tp`, `sp`, `shift`, `pp` and mixed layouts. Where ranks view weights, aileron
+refuses a form that the table does not have, and gives the reason; with `--widths 1` vLLM decides,
+which no GPU has tried. Tests are in `tests/`.
 
 | form | modes on GPUs | over `--weight-parts` | on CPU | CPU test | GPU test | its result |
 |---|---|---|---|---|---|---|

@@ -10,10 +10,11 @@ pytest.importorskip("vllm")
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
 from tests.harness.vllm.trees import CPU, Trees, tree_process, write_and_name
-from worker.engine.weights.layers import ViewError, is_unviewed
+from worker.engine.weights import tree
+from worker.engine.weights.layers import ViewError, is_unviewed, sizes_of
 from worker.engine.weights.moe import RankedExperts
 from worker.engine.weights.part_memory import Unit, UnitKind, layout_of, units_of
 from worker.engine.weights.selftest import prove_tree
@@ -47,6 +48,30 @@ def test_half_of_the_parts_of_four_ranks_is_viewed(trees: Trees, tmp_path: Path)
     """Two ranks hold the same part, so tp of four needs halves of it."""
     wide = Trees(write_and_name(tmp_path, "channel"), shards=2 * PARTS)
     assert not any(map(is_unviewed, linears(wide.part(PARTS, 0, "all")).values()))
+
+
+@pytest.mark.parametrize("viewable", [False, True])
+def test_a_rank_alone_has_vllms_own_layers_where_nobody_could_view_them(
+    viewable: bool, trees: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-test compares weights that could be viewed with a copy, also where nobody does."""
+    monkeypatch.setattr(tree, "takes_views", lambda config: viewable)
+    alone = Trees(write_and_name(tmp_path, "channel"), shards=1).replica
+    assert {is_unviewed(layer) for layer in linears(alone).values()} == {not viewable}
+    assert prove_tree(alone, alone, width=1, rank_in_group=0, device=CPU, shards=1) > 1
+
+
+def test_a_replicated_layer_is_tried_with_all_its_inputs(trees: Trees) -> None:
+    """vLLM gives such layers no sizes per partition unless their quantization does."""
+    with trees.group(1, 0):
+        layer = ReplicatedLinear(32, 4, bias=False)
+    nn.init.normal_(layer.weight)
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.unviewed = True
+    assert sizes_of(layer) == (32, 4)
+    owner = nn.Module()
+    owner.gate = layer
+    assert prove_tree(owner, owner, width=1, rank_in_group=0, device=CPU, shards=1) == 1
 
 
 def test_tp_computes_with_the_loaded_layers_themselves(trees: Trees) -> None:

@@ -86,6 +86,14 @@ def is_unviewed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "unviewed", False))
 
 
+def sizes_of(layer: LinearBase) -> tuple[int, int]:
+    """Return the inputs and outputs that a rank's layer computes with; replicated ones have all."""
+    return (
+        getattr(layer, "input_size_per_partition", layer.input_size),
+        getattr(layer, "output_size_per_partition", layer.output_size),
+    )
+
+
 def builds_unviewed() -> bool:
     """Return whether layers under construction are as vLLM's own ranks have them."""
     plan = _plan.get()

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
-from worker.engine.weights.layers import ViewError
+from worker.engine.weights.layers import ViewError, sizes_of
 from worker.engine.weights.model_proof import can_prove, logits_of
 from worker.engine.weights.packed import is_packed
 from worker.engine.weights.part_memory import tensors_of
@@ -46,7 +46,7 @@ def outcomes_of(tree: nn.Module) -> Outcomes:
 
 def _computed(name: str, layer: LinearBase) -> torch.Tensor:
     draw = torch.Generator().manual_seed(TRIAL_TOKENS)
-    x = torch.randn((TRIAL_TOKENS, layer.input_size_per_partition), generator=draw)
+    x = torch.randn((TRIAL_TOKENS, sizes_of(layer)[0]), generator=draw)
     x = x.to(next(tensor for *_, tensor in tensors_of(layer)).device)
     try:
         with torch.no_grad():

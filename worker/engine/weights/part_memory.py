@@ -9,6 +9,7 @@ them; small ones, such as biases and scales, follow and are copied once. All par
 the same layout, whatever vLLM's loader and its kernels made of the weights.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -26,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError
+from worker.engine.weights.layers import ShardMajorMerged, ShardMajorQKV, ViewError, sizes_of
 from worker.engine.weights.quantized_experts import keeps_scales
 
 ALIGNMENT_BYTES = 256
@@ -272,7 +273,7 @@ def _check_weights(name: str, layer: nn.Module) -> None:
         )
     if not isinstance(layer, LinearBase):
         return
-    least = layer.input_size_per_partition * layer.output_size_per_partition * LEAST_BITS // 8
+    least = math.prod(sizes_of(layer)) * LEAST_BITS // 8
     if sum(tensor.nbytes for *_, tensor in tensors_of(layer)) < least:
         raise ViewError(
             f"layer {name} keeps its weights inside of {type(layer.quant_method).__name__}, where "

@@ -22,6 +22,7 @@ from worker.engine.weights.layers import (
     ShardMajorQKV,
     ViewError,
     is_unviewed,
+    sizes_of,
 )
 from worker.engine.weights.moe import is_shared, prove_experts
 
@@ -117,16 +118,17 @@ def _check_unviewed(name: str, layer: LinearBase, device: torch.device) -> None:
 
     Its kernel may be missing on this device, which vLLM notices in the first step alone.
     """
+    inputs, outputs = sizes_of(layer)
     for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
         draw = torch.Generator().manual_seed(tokens)
-        x = torch.randn((tokens, layer.input_size_per_partition), generator=draw)
+        x = torch.randn((tokens, inputs), generator=draw)
         fault = ""
         try:
             out = layer.quant_method.apply(layer, x.to(device, layer.params_dtype), None)
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             fault = f"cannot run ({error})"
         else:
-            if tuple(out.shape) != (tokens, layer.output_size_per_partition):
+            if tuple(out.shape) != (tokens, outputs):
                 fault = f"gives {tuple(out.shape)} for {tokens} tokens"
             elif not bool(out.isfinite().all()):
                 fault = "gives numbers that are not finite"
@@ -141,8 +143,7 @@ def _check_unviewed(name: str, layer: LinearBase, device: torch.device) -> None:
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return the kind of a layer: equal kinds run the same code on the same shapes."""
     if is_unviewed(layer):
-        shapes = (layer.input_size_per_partition, layer.output_size_per_partition)
-        return (type(layer), type(layer.quant_method), shapes)
+        return (type(layer), type(layer.quant_method), type(kernel_of(layer)), sizes_of(layer))
     kernel = kernel_of(layer)
     return (
         type(layer),
