@@ -154,12 +154,13 @@ def _staged_choices(pipelines: Collection[Staged]) -> list[dict[int, Staged]]:
 
 
 def _in_modes(layout: Layout, modes: Mapping[int, Mode | Staged]) -> Layout:
-    return Layout(tuple(_in_mode(group, modes[group.width]) for group in layout.groups))
+    return Layout(tuple(_in_mode(group, modes) for group in layout.groups))
 
 
-def _in_mode(group: Group, mode: Mode | Staged) -> Group:
+def _in_mode(group: Group, modes: Mapping[int, Mode | Staged]) -> Group:
     if group.width == 1:
         return group
+    mode = modes[group.width]
     if isinstance(mode, Staged):
         return Group(group.ranks, Mode.PP, mode.tp)
     return Group(group.ranks, mode)
