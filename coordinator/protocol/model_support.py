@@ -199,12 +199,13 @@ def refusals(
         if config.get(name) and not isinstance(config[name], Mapping):
             yield f"{name} in config.json is no object: get the file again."
     holding = holding or Holding(widest=max(widths, default=1))
-    yield from _quantization_refusals(config, options, device, holding)
+    stored = stored_quantization(config, last_value(options, "--quantization"))
+    if stored is not None:
+        yield from _quantization_refusals(config, stored, device, holding)
     yield from _width_refusals(config, widths)
     borrows = holding.parts > 1 and holding.borrow != "none"
     if borrows and any(config.get(name) for name in _SHARED_EXPERTS):
         yield BORROWED_SHARED_EXPERTS
-    stored = stored_quantization(config, last_value(options, "--quantization"))
     if borrows and stored is not None and stored.method in MXFP4_QUANTIZATIONS:
         yield BORROWED_SINKS
 
@@ -312,11 +313,8 @@ def _has_alibi(config: Mapping[str, Any]) -> bool:
 
 
 def _quantization_refusals(
-    config: Mapping[str, Any], options: Sequence[GivenOption], device: str, holding: Holding
+    config: Mapping[str, Any], stored: StoredQuantization, device: str, holding: Holding
 ) -> Iterator[str]:
-    stored = stored_quantization(config, last_value(options, "--quantization"))
-    if stored is None:
-        return
     name = stored.method
     if stored.kv == "other":
         yield quantized_kv_refusal(name)

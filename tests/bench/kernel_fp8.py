@@ -101,9 +101,8 @@ class Operands:
             rows = torch.randn(self.outputs, whole, **make).to(FP8)
             self.views += [part.t() for part in rows.chunk(ranks, 1)]
         steps = self.inputs // BLOCK_K if self.in_blocks else 1
-        rows_per_scale = BLOCK_K if self.in_blocks else 1
-        self.scale = torch.rand(self.outputs // rows_per_scale, steps, **make) + 0.1
-        self.rows_per_scale = rows_per_scale
+        self.scale_rows = BLOCK_K if self.in_blocks else 0
+        self.scale = torch.rand(self.outputs // (self.scale_rows or 1), steps, **make) + 0.1
         self.a = torch.randn(BUCKETS[-1], self.inputs, **make).to(FP8)
         self.by_token = torch.rand(BUCKETS[-1], steps, **make) + 0.1
         self.unit = torch.ones(1, device="cuda")
@@ -143,7 +142,7 @@ class Operands:
             *(a, b, scale, self.scale, torch.bfloat16),
             workspace=workspace_of(a.device),
             tiling=tiling,
-            scale_rows=self.rows_per_scale if self.in_blocks else 0,
+            scale_rows=self.scale_rows,
         )
 
     def gemms(self, tokens: int, way: Way) -> Calls:
@@ -173,7 +172,7 @@ class Operands:
             columns = BLOCK_K if self.in_blocks else self.inputs
             tokens = self.a.float() * self.by_token.repeat_interleave(columns, 1)
             scales = self.scale.repeat_interleave(columns, 1)
-            scales = scales.repeat_interleave(self.rows_per_scale, 0)
+            scales = scales.repeat_interleave(self.scale_rows or 1, 0)
             self.reference = tokens @ (self.views[0].float() * scales.t())
         wanted = self.reference[: len(out)]
         found = float((out.float() - wanted).norm() / wanted.norm())

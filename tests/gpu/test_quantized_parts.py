@@ -2,7 +2,7 @@
 
 Needs two NVIDIA GPUs, or one and NCCL 2.30, and vLLM's CUDA build (4 bits: compute capability 7.5
 or more; fp8: 8.9 or more): `python -m pytest -m gpu tests/gpu/test_quantized_parts.py -s` prints
-what was measured.
+the errors.
 """
 
 import asyncio

@@ -10,8 +10,8 @@ import pytest
 
 from coordinator.protocol.terms import Tier
 from tests.harness.cells.admin import get_json
-from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.vllm.tiny_models import model_of
+from tests.harness.cells.bare_cell import BareCell, TaskClient
+from tests.harness.cells.policy_cell import policy_cell
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -27,7 +27,6 @@ POLICY: dict[str, Any] = {
     "switches_per_minute_max": 60,
 }
 LIMITS: dict[str, Any] = {"layout": "tp2", "pipelines": ["pp2"], "widths": [1, 2]}
-ARGUMENTS = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16"]
 PENDING, PROMPT_TOKENS, TOKENS = 48, 400, 60
 PHASE_LIMIT_S = 60
 
@@ -65,14 +64,7 @@ async def test_streams_are_exact_while_their_cell_alternates(
     tmp_path: Path, record_property: Any
 ) -> None:
     """An interactive request ends it in the middle of prompts; it begins again afterwards."""
-    times = tmp_path / "step_times.yaml"
-    times.write_text(STEP_TIMES)
-    policy, model = {**POLICY, "step_times": str(times)}, model_of("four-layers", tmp_path)
-    folder = tmp_path / "cell"
-    folder.mkdir()
-    with bare_cell(
-        folder, ranks=2, engine_args=ARGUMENTS, model=model, policy=policy, limits=LIMITS
-    ) as cell:
+    with policy_cell(tmp_path, 2, STEP_TIMES, POLICY, LIMITS) as cell:
         client = TaskClient()
         async with client.connected(cell):
             fill(client)

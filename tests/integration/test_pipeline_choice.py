@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cells.bare_cell import TaskClient, bare_cell
-from tests.harness.vllm.tiny_models import model_of
+from tests.harness.cells.bare_cell import TaskClient
+from tests.harness.cells.policy_cell import policy_cell
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -22,7 +22,6 @@ pp2tp2: {points: [[1, 10.0], [2048, 120.0]]}
 """Milliseconds, for the policy: two pairs of devices with a slow link between them."""
 POLICY: dict[str, Any] = {"name": "adaptive", "decide_every_ms": 100, "stay_ms": 500}
 LIMITS: dict[str, Any] = {"layout": "dp4", "pipelines": ["pp2tp2"], "widths": [1, 2, 4]}
-ARGUMENTS = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16"]
 TASKS, PROMPT_TOKENS, TOKENS = 24, 300, 60
 CHOICE_LIMIT_S = 60
 
@@ -32,14 +31,7 @@ def prompt(number: int) -> list[int]:
 
 
 async def test_streams_are_exact_while_the_policy_moves_them_to_stages(tmp_path: Path) -> None:
-    times = tmp_path / "step_times.yaml"
-    times.write_text(STEP_TIMES)
-    policy, model = {**POLICY, "step_times": str(times)}, model_of("four-layers", tmp_path)
-    folder = tmp_path / "cell"
-    folder.mkdir()
-    with bare_cell(
-        folder, ranks=4, engine_args=ARGUMENTS, model=model, policy=policy, limits=LIMITS
-    ) as cell:
+    with policy_cell(tmp_path, 4, STEP_TIMES, POLICY, LIMITS) as cell:
         client = TaskClient()
         async with client.connected(cell):
             names = [f"task-{number}" for number in range(TASKS)]

@@ -88,7 +88,7 @@ class StepLog:
     __slots__ = ("_last_end_ns", "_medians", "_sums")
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[tuple[Mode, int], int, bool], list[float]] = {}
+        self._sums: dict[tuple[Mode, int, int, bool], list[float]] = {}
         self._medians: dict[tuple[StepMode, int, int], _Median] = {}
         self._last_end_ns = 0
 
@@ -125,7 +125,7 @@ class StepLog:
         t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT
         found = [w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c]
         found += [w * t * seconds, w * c * seconds, 1.0]
-        sums = self._sums.setdefault((kind, width, is_at_floor), [0.0] * len(found))
+        sums = self._sums.setdefault((*kind, width, is_at_floor), [0.0] * len(found))
         for index, value in enumerate(found):
             sums[index] += value
 
@@ -142,9 +142,9 @@ class StepLog:
             ServedSteps(
                 mode,
                 width,
-                taken.get(((mode, tp), width, False), nothing),
-                taken.get(((mode, tp), width, True), nothing),
+                taken.get((mode, tp, width, False), nothing),
+                taken.get((mode, tp, width, True), nothing),
                 tp,
             )
-            for (mode, tp), width in dict.fromkeys(key[:2] for key in taken)
+            for mode, tp, width in dict.fromkeys(key[:3] for key in taken)
         )

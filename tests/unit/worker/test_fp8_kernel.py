@@ -132,6 +132,7 @@ def test_a_tuned_tiling_goes_before_the_default(monkeypatch: pytest.MonkeyPatch)
 
 def test_few_tokens_are_the_same_for_both_modules() -> None:
     assert TOKENS_MAX == fp8.FEW_TOKENS == fp8_blocks.COPY_TOKENS - 1
+    assert BLOCK_K == fp8_blocks.COLUMNS
 
 
 def prepared() -> fp8.StridedFp8Kernel:
