@@ -75,9 +75,12 @@ def kinds(text: str) -> tuple[str, ...]:
     return names
 
 
-def whole_layers(text: str) -> int | str:
-    """Read a number of layers, or auto."""
-    return text if text == "auto" else int(text)
+def whole_layers(text: str) -> int | str | tuple[int, ...]:
+    """Read a number of layers, one for each rank with commas, or auto."""
+    if text == "auto":
+        return text
+    numbers = tuple(map(int, text.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def two_modes(text: str) -> tuple[str, str]:
@@ -157,7 +160,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
     if options.weight_parts > 1:
         kind += f"-parts-{options.weight_parts}-{options.borrow}"
     if options.whole_layers:
-        kind += f"-whole-{options.whole_layers}"
+        kind += "-whole-" + str(options.whole_layers).strip("()").replace(", ", "-")
     forms = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     forms = {option: form for option, form in forms.items() if form}
     kind += "".join(f"-{option.partition('_')[0]}-{form}" for option, form in forms.items())

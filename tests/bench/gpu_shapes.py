@@ -18,6 +18,7 @@ from tests.harness.vllm.known_shapes import (
     QWEN3_30B_A3B,
     QWEN3_32B,
 )
+from tests.harness.vllm.quantized_models import CONFIGS
 from tests.harness.vllm.tiny_models import model_of
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -30,6 +31,7 @@ _LLAMA_70B: dict[str, Any] = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+FOUR_BITS = ("awq", "gptq")
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B,
     "qwen3-32b": QWEN3_32B,
@@ -52,6 +54,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_LLAMA_70B,
         "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     },
+}
+SHAPES |= {
+    # As published checkpoints are described; a group of 4-bit weights has 128 inputs.
+    f"llama-3-8b-{form}": {
+        **LLAMA_8B,
+        "quantization_config": CONFIGS[form] | ({"group_size": 128} if form in FOUR_BITS else {}),
+    }
+    for form in (*FOUR_BITS, "fp8-block", "fp8-channel", "fp8-static", "fp8-modelopt")
 }
 SHAPE_OPTIONS: dict[str, dict[str, Any]] = {
     # vLLM makes each layer's bf16 weights and quantizes them before it makes the next layer's, so

@@ -33,10 +33,12 @@ GPU_LOADS = ((128, 512), (64, 4_000))
 CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 GPU_ENGINE = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "8192"),
-    *("--max-num-seqs", "128", "--kv-cache-memory-bytes", str(24 << 30)),
+    *("--max-num-seqs", "128"),
     *("--gpu-memory-utilization", "0.44"),
 )
 GPU_ANSWER_TOKENS = 2_000
+KV_GIB = 24
+"""Of each rank of each cell on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,15 @@ async def round_of(
     )
 
 
-def cell_of(precopy: str, shape: str, *, worker: str = "worker") -> Any:
+def cell_of(precopy: str, shape: str, kv_gib: int = KV_GIB, *, worker: str = "worker") -> Any:
     """Return a cell that is not started yet, whose ranks this module runs."""
+    kv = ("--kv-cache-memory-bytes", str(kv_gib << 30))
     folder = Path(tempfile.mkdtemp())
     on_gpus: dict[str, Any] = {} if shape == DEMO else {"model": write_shape(shape, folder)}
     return bare_cell(
         folder,
         ranks=2,
-        engine_args=list(CPU_ENGINE if shape == DEMO else GPU_ENGINE),
+        engine_args=list(CPU_ENGINE if shape == DEMO else (*GPU_ENGINE, *kv)),
         device="cpu" if shape == DEMO else "cuda",
         pause_limit_ms=60_000,
         precopy=precopy,
@@ -125,12 +128,12 @@ def cell_of(precopy: str, shape: str, *, worker: str = "worker") -> Any:
     )
 
 
-async def main(rounds: int, shape: str) -> None:
+async def main(rounds: int, shape: str, kv_gib: int) -> None:
     loads, answer = (CPU_LOADS, ANSWER_TOKENS) if shape == DEMO else (GPU_LOADS, GPU_ANSWER_TOKENS)
     with ExitStack() as stack:
         cells = {}
         for precopy in ("off", "on"):
-            cells[precopy] = stack.enter_context(cell_of(precopy, shape))
+            cells[precopy] = stack.enter_context(cell_of(precopy, shape, kv_gib))
             print(f"precopy {precopy}: serves", flush=True)
         for streams, tokens in loads:
             found: dict[str, list[Round]] = {precopy: [] for precopy in cells}
@@ -170,5 +173,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rounds", type=int, nargs="?", default=ROUNDS)
     parser.add_argument("--shape", choices=[*SHAPES, DEMO], default=DEMO)
+    parser.add_argument("--kv-gib", type=int, default=KV_GIB, help="of each rank of each cell")
     args = parser.parse_args()
-    asyncio.run(main(args.rounds, args.shape))
+    asyncio.run(main(args.rounds, args.shape, args.kv_gib))

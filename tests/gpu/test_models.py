@@ -1,4 +1,4 @@
-"""Experts, fp8 KV, block-scaled fp8 and MXFP4 on two ranks compute what static vLLM does.
+"""Experts, fp8 KV, forms of fp8 and MXFP4 on two ranks compute what static vLLM does.
 
 They do so in every layout, also for tasks that move over switches.
 
@@ -46,6 +46,9 @@ KINDS = {
     "kv-scales": Kind("kv-scales"),
     "fp8-block": Kind("fp8-block"),
     "fp8-block-cutlass": Kind("fp8-block", linear_backend="cutlass"),
+    "fp8-channel": Kind("fp8-channel"),
+    "fp8-static": Kind("fp8-static"),
+    "fp8-modelopt": Kind("fp8-modelopt"),
     "fp8-block-moe": Kind("fp8-block-moe", has_experts=True),
     # vLLM's first choice on Hopper GPUs cannot compile for layers so small; ranks take Marlin.
     "gpt-oss": Kind("gpt-oss", has_experts=True, moe_backend="marlin"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.harness.coordinator.model_folders import change
 from tests.harness.vllm.tiny_models import LONG, make_model, model_of
@@ -20,6 +20,8 @@ BITS, PER_WORD = 4, 8
 GROUP = 32
 BLOCK = 128
 FP8_MAX = 448.0
+INPUT_SCALE = 8 / FP8_MAX
+"""Of activations, where the checkpoint has one: they are below 8."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns lies in each four bits of a word, from the lowest."""
 
@@ -34,7 +36,31 @@ SHAPES: dict[str, Any] = {
     "fp8-block-moe": Qwen3MoeConfig(
         **WIDE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128
     ),
+    **dict.fromkeys(
+        ("fp8-channel", "fp8-static", "fp8-modelopt"),
+        Qwen2Config(**WIDE, tie_word_embeddings=False),
+    ),
 }
+FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(weights: str, inputs: str, *, dynamic: bool, block: int = BLOCK) -> dict[str, Any]:
+    """Compressed-tensors' configuration of fp8 weights and inputs with scales of these kinds."""
+    blocks = {"block_structure": [block, block]} if weights == "block" else {}
+    groups = {"group_size": block} if inputs == "group" else {}
+    numbers = {
+        "weights": {**FP8_NUMBERS, **blocks, "strategy": weights, "dynamic": False},
+        "input_activations": {**FP8_NUMBERS, **groups, "strategy": inputs, "dynamic": dynamic},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], **numbers}},
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {
         "quant_method": "awq",
@@ -57,7 +83,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = tuple(CONFIGS)
-"""Those of dense models."""
+"""Those that are served over parts in tests."""
+CONFIGS |= {
+    "fp8-channel": compressed("channel", "token", dynamic=True),
+    "fp8-static": compressed("tensor", "tensor", dynamic=False),
+    "fp8-modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+}
 GATES = [f"model.layers.{layer}.mlp.gate" for layer in range(WIDE["num_hidden_layers"])]
 CONFIGS["fp8-block-moe"] = {**CONFIGS["fp8-block"], "modules_to_not_convert": ["lm_head", *GATES]}
 
@@ -155,4 +186,25 @@ def _fp8_block(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Ten
     return {"weight": values.flatten(2, 3).flatten(0, 1), "weight_scale_inv": scales}, meant
 
 
-QUANTIZE = {"awq": _awq, "gptq": _gptq, "fp8-block": _fp8_block, "fp8-block-moe": _fp8_block}
+def _fp8_channel(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / FP8_MAX
+    values = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scales}, values.float() * scales
+
+
+def _fp8_static(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    scale = weight.abs().amax() / FP8_MAX
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    stored = {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(INPUT_SCALE)}
+    return stored, values.float() * scale
+
+
+QUANTIZE = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "fp8-block": _fp8_block,
+    "fp8-block-moe": _fp8_block,
+    "fp8-channel": _fp8_channel,
+    "fp8-static": _fp8_static,
+    "fp8-modelopt": _fp8_static,
+}

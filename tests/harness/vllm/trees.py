@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from comm_pool.layout import Mode
+from tests.harness.vllm.quantized_models import compressed
 from worker.engine.config import ModeKey, mode_config
 from worker.engine.weights.tree import build_tp_tree, load_replica
 
@@ -42,35 +43,8 @@ LINEARS = {
     "mlp.up_proj": (INNER, HIDDEN),
     "mlp.down_proj": (HIDDEN, INNER),
 }
-FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
-
-
 BLOCK = 32
 """Rows and columns of a block with one scale: a shard's heads are one."""
-
-
-def compressed(strategy: str, inputs: str, *, dynamic: bool) -> dict[str, Any]:
-    """Compressed-tensors' configuration of fp8 weights and inputs with scales of these kinds."""
-    blocks = {"block_structure": [BLOCK, BLOCK]} if strategy == "block" else {}
-    groups = {"group_size": BLOCK} if inputs == "group" else {}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**FP8_NUMBERS, **blocks, "strategy": strategy, "dynamic": False},
-                "input_activations": {
-                    **FP8_NUMBERS,
-                    **groups,
-                    "strategy": inputs,
-                    "dynamic": dynamic,
-                },
-            }
-        },
-    }
 
 
 QUANTIZATION: dict[str, Any] = {
@@ -84,7 +58,7 @@ QUANTIZATION: dict[str, Any] = {
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     },
-    "compressed-block": compressed("block", "group", dynamic=True),
+    "compressed-block": compressed("block", "group", dynamic=True, block=BLOCK),
     "modelopt": {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
