@@ -25,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.platforms import current_platform
 
 from coordinator.protocol.model_support import experts_refusal
+from worker.engine.weights.expert_tilings import tune_ranges_of
 from worker.engine.weights.layers import ViewError, own_range
 from worker.engine.weights.quantized_experts import (
     backend_of,
@@ -134,6 +135,7 @@ def is_shared(module: nn.Module) -> bool:
 
 def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
     """Make a rank's experts views of the replica's, or of the part that contains them."""
+    tune_ranges_of(full.global_num_experts)
     if backend_of(full) is not None:
         bind_quantized_experts(name, own, full, width, rank)
         return
