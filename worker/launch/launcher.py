@@ -55,6 +55,9 @@ EXIT_REPORTER_PAUSE_S = 0.1
 WAKE_S = 0.5
 """Maximum wait for a signal; the launcher then checks all ranks anyway."""
 
+DUE_WAKE_S = 0.1
+"""The same while a rank waits for its restart: as often as ranks beat."""
+
 PROBE_PAUSE_S = 0.02
 """Pause between two looks at the processes of a probe."""
 
@@ -265,6 +268,7 @@ class Launcher:
             now_s = time.monotonic()
             self._kill_late(now_s)
             self._kill_stuck(now_s)
+            self._restarts.hasten(self._passes(), now_s)
             if not self._is_stopping:
                 self._start_due(base, now_s)
         return failed
@@ -286,10 +290,15 @@ class Launcher:
             port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
+    def _passes(self) -> dict[Rank, int]:
+        """Return how far the main loop of each rank that serves is."""
+        found = ((self._pids[pid], each) for pid, (each, _) in self._heartbeats.items())
+        return {rank: heartbeat.passes for rank, heartbeat in found if heartbeat.beats}
+
     def _await_signal(self) -> None:
         wait_s, due_s = WAKE_S, self._restarts.next_due_s()
         if due_s is not None and not (self._is_stopping or self._is_renewing):
-            wait_s = min(WAKE_S, max(0.0, due_s - time.monotonic()))
+            wait_s = min(DUE_WAKE_S, max(0.0, due_s - time.monotonic()))
         received = signal.sigtimedwait(AWAITED, wait_s)
         if received is None or received.si_signo == signal.SIGCHLD:
             return

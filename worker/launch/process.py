@@ -96,11 +96,11 @@ def serve_rank(
     spec: RankSpec,
     incarnation: int,
     on_ready: Callable[[], None],
-    beat: Callable[[], None],
+    beat: Callable[[int], None],
 ) -> None:
     """Run a rank until it is asked to stop.
 
-    Calls `on_ready` once it can serve, and `beat` repeatedly from then on.
+    Calls `on_ready` once it can serve, and `beat` with its passes repeatedly from then on.
     """
     rank = spec.rank
     structlog.contextvars.bind_contextvars(rank=rank)

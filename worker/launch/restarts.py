@@ -2,12 +2,13 @@
 
 With shared memory, each rank restarts alone and joins the others. Otherwise ranks that start
 together share communicators, so members of a group that end within a moment of each other restart
-as a group. If ranks hold parts of the weights, all ranks of a block end with one, and the other
-blocks serve on. Restarts never stop, since the cause may pass, such as another process's memory
-use. Delays grow, so that start-up costs the serving ranks next to nothing.
+as a group. A first restart waits no longer once all ranks that run have left the groups they shared
+with the one that ended. If ranks hold parts of the weights, all ranks of a block end with one, and
+the other blocks serve on. Restarts never stop, since the cause may pass, such as another process's
+memory use. Delays grow, so that start-up costs the serving ranks next to nothing.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from comm_pool.layout import Rank
 from worker.cohort import Cohort
@@ -15,6 +16,9 @@ from worker.cohort import Cohort
 LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
 """A process that served for longer started well: its end counts as a first failure."""
+
+KNOWN_S = 0.3
+"""After this long every rank has heard that another's process ended; it takes some 30 ms."""
 
 
 def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:
@@ -59,6 +63,10 @@ class Restarts:
         self._ready_at: dict[Rank, float] = {}
         self._were_ready: set[Rank] = set()
         self._due: dict[Rank, float] = {}
+        self._first_ends: dict[Rank, float] = {}
+        """When ranks ended that have not failed before, until they start."""
+        self._passes: dict[Rank, Mapping[Rank, int]] = {}
+        """Of each of these, how far the main loops of all others were when they knew of its end."""
         self._renewed: dict[Rank, tuple[Rank, ...]] = {}
         """Ranks that are being ended, each with the ranks that it then starts with."""
 
@@ -67,8 +75,8 @@ class Restarts:
 
         It grows with each process, also across restarts of the launcher.
         """
-        self._due.pop(rank, None)
-        self._renewed.pop(rank, None)
+        for waiting in (self._due, self._renewed, self._first_ends, self._passes):
+            waiting.pop(rank, None)
         self._running.add(rank)
         self._is_prepared &= cohort.joins
         self._cohorts[rank] = cohort
@@ -108,11 +116,29 @@ class Restarts:
         was_steady = ready_at is not None and now_s - ready_at > STEADY_S
         failures = 1 if was_steady else self._failures.get(rank, 0) + 1
         self._failures[rank] = failures
+        if failures == 1:
+            self._first_ends[rank] = now_s
         delay_s: float = min(LONGEST_DELAY_S, self._together_s * 2 ** min(failures - 1, 20))
         block = self._block_of(rank)
         due_s = max(now_s + delay_s, *(self._due.get(each, 0.0) for each in block))
         self._due |= dict.fromkeys(block, due_s)
         return due_s - now_s
+
+    def hasten(self, passes: Mapping[Rank, int], now_s: float) -> None:
+        """Let ranks start again now if all that run have left the groups they shared with them.
+
+        `passes` has how far the main loops of running ranks are. One that is still in such a group
+        makes no pass, and may be about to end.
+        """
+        serving = self._running & self._ready_at.keys()
+        for rank, ended_s in self._first_ends.items():
+            if now_s < ended_s + KNOWN_S or not serving <= passes.keys():
+                continue
+            before = self._passes.setdefault(rank, dict(passes))
+            block = self._block_of(rank)
+            have_moved = all(passes[each] > before.get(each, passes[each]) for each in serving)
+            if serving and have_moved and all(self._failures.get(each, 1) == 1 for each in block):
+                self._due |= {each: min(now_s, self._due.get(each, now_s)) for each in block}
 
     def renew(self, ranks: tuple[Rank, ...], now_s: float) -> tuple[Rank, ...]:
         """Return the ranks to end for a requested restart: these and all of their blocks.
@@ -140,9 +166,8 @@ class Restarts:
 
     def forgive(self) -> None:
         """Forget all failures: a restart of all ranks was requested."""
-        self._failures.clear()
-        self._due.clear()
-        self._renewed.clear()
+        for each in (self._failures, self._due, self._renewed, self._first_ends, self._passes):
+            each.clear()
 
     def waits_for(self, rank: Rank) -> list[Rank]:
         """Return the ranks that cannot become ready without this one: they started together."""

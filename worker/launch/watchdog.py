@@ -44,6 +44,11 @@ class Progress:
         self._last_poll_s: float | None = None
 
     @property
+    def passes(self) -> int:
+        """How far the loop is now."""
+        return self._passes()
+
+    @property
     def is_stuck(self) -> bool:
         """Whether nothing has moved for longer than the limit, as of the last look."""
         return self._still_s > self._limit_s
@@ -90,18 +95,18 @@ def watch(
     loss: PeerFailure,
     progress: Progress,
     abort: Callable[[Loss], None],
-    beat: Callable[[], None],
+    beat: Callable[[int], None],
     wake: threading.Event,
 ) -> None:
     """Start a thread that aborts formations that lack a member and kills a stuck process.
 
-    It calls `beat` on every poll, and polls at once when `wake` is set.
+    It calls `beat` with the loop's passes on every poll, and polls at once when `wake` is set.
     """
 
     def run() -> None:
         while True:
             wake.clear()
-            beat()
+            beat(progress.passes)
             now_s = time.monotonic()
             if (lost := loss.look(now_s)) is not None:
                 abort(lost)

@@ -183,24 +183,25 @@ def waits_for_what_never_comes():
     time.sleep(60)
 
 loss = SimpleNamespace(look=lambda now_s: None, is_stuck=lambda now_s: False)
-watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None, Event())
+watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda _: None, Event())
 waits_for_what_never_comes()
 """
 
 
 def test_the_watchdog_looks_at_once_if_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_S", 1e9)
-    looks, wake, looked = [], Event(), Event()
+    looks, beats, wake, looked = [], list[int](), Event(), Event()
 
     def look(now_s: float) -> None:
         looks.append(now_s)
         looked.set()
 
     loss: Any = SimpleNamespace(look=look, is_stuck=lambda _now_s: False)
-    watch(loss, Progress(lambda: 1, 1e9), lambda _: None, lambda: None, wake)
+    watch(loss, Progress(lambda: 1, 1e9), lambda _: None, beats.append, wake)
     for number in range(1, 4):
         assert looked.wait(PATIENCE_S)
         assert len(looks) == number
+        assert beats == [1] * number, "a beat has the passes of the loop"
         looked.clear()
         wake.set()
 
