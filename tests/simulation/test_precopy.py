@@ -17,7 +17,7 @@ from tests.simulation.sim_scheduler import SimScheduler
 from tests.simulation.stats import Stats
 from tests.simulation.sweep import failure_of, world_of
 from worker.io.step_queue import SetAside
-from worker.rank.migration import draft_plan, early_copy, manifest, migration
+from worker.rank.migration import draft_plan, early_copy, manifest, migration, precopy
 from worker.rank.migration.draft_plan import DraftPlan
 from worker.rank.migration.early_copy import EarlyCopy
 from worker.rank.migration.early_requests import EarlyRequests
@@ -38,6 +38,12 @@ def run(seed: int) -> Stats:
 def test_they_hold_where_kv_is_copied_before_groups_are_left() -> None:
     for seed in SEEDS:
         run(seed)
+
+
+def test_they_hold_where_few_pages_are_set_aside_between_two_steps() -> None:
+    with patched([(precopy, "ASIDE_PAGES", 2)]):
+        found = [world_of(seed, PRECOPY).run() for seed in SEEDS]
+    assert sum(each.precopied for each in found) > 50
 
 
 def test_simulations_copy_early() -> None:

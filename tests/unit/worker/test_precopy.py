@@ -116,6 +116,48 @@ def test_another_plan_gives_the_pages_back(old: str, groups: int, new: str, carr
         each.engine.pages.integrity(full=True)
 
 
+@pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
+def test_groups_serve_while_pages_are_set_aside(
+    monkeypatch: pytest.MonkeyPatch, old: str, groups: int, new: str
+) -> None:
+    """Setting all of a device's pages aside takes longer than a step."""
+    monkeypatch.setattr(precopy, "ASIDE_PAGES", 2)
+    cell = busy(old, groups)
+    (leader, *_) = [each for each in cell.ranks if each.participant.is_leader]
+    before = {name: len(tokens) for name, tokens in cell.streams.items()}
+    cell.retarget(new)
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell, pages=5))
+    found = list[int]()
+
+    def is_aside() -> bool:
+        found.append(len(scheduler_of(leader).aside))
+        return found[-1] >= 5
+
+    cell.ask(wanted, ends=is_aside)
+    assert {2, 4, 5} <= {*found} <= {0, 2, 4, 5}
+    assert all(len(cell.streams[name]) > count + 1 for name, count in before.items())
+    cell.ask(wanted, ends=lambda: is_over(cell, 1))
+    assert sum(map(copied_blocks, cell.ranks)) >= 1
+    finish_move(cell)
+    check_streams(cell)
+
+
+def test_pages_go_back_if_not_all_of_them_are_set_aside_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precopy, "ASIDE_PAGES", 2)
+    cell = busy("tp2", 1)
+    scheduler = scheduler_of(cell.ranks[0])
+    total = scheduler.blocks_total
+    cell.retarget("dp2")
+    wanted = cell.wanted(Phase.PARK, Carry.RESHARD, precopy=order_of(cell))
+    cell.ask(wanted, ends=lambda: bool(scheduler.aside))
+    assert cell.ranks[0].runtime.migration.precopy.is_busy
+    cell.ask(cell.wanted(Phase.PARK, Carry.PAUSE), ends=cell.all_parked)
+    assert not scheduler.aside
+    assert scheduler.blocks_total == total
+
+
 def test_a_task_that_ends_meanwhile_is_not_carried() -> None:
     cell = CoreCell("dp2")
     cell.place_task("short", 0, range(40), 6)

@@ -53,6 +53,9 @@ STEP_REQUESTS = 2
 BESIDE_REQUESTS = 16
 """Requests built at a time while steps run on a device."""
 
+ASIDE_PAGES = 256
+"""Pages set aside between two steps: about 1 ms, where all pages of a device are up to 20 ms."""
+
 DRAFT_TOKENS = 32
 """Tokens for which tasks get blocks before the plan is drafted: it holds for as many steps.
 
@@ -103,6 +106,8 @@ class PreCopy:
         self._began_ns = 0
         self._is_done = True
         self._is_published = False
+        self._grant: int | None = None
+        """How many pages this leader is to set aside in all; None: it has set aside what it can."""
         self._is_settled: Callable[[], bool] = lambda: True
         """Whether the device has computed all steps before pages were set aside."""
         self._aside: tuple[int, int, Ints] = _NOTHING_ASIDE
@@ -180,27 +185,37 @@ class PreCopy:
         return self._is_done
 
     def _begin(self, number: tuple[int, int], binding: Binding, order: PreCopyOrder) -> None:
-        """Begin a round; a leader sets pages aside."""
+        """Begin a round."""
         self._order, self._binding = number, binding
         self._is_done = self._is_published = False
         # A peer that reads the manifest looks for KV where copies of the last migration may write.
         self._end_migration()
-        scheduler = self._runtime.mode_of(binding.group).scheduler
-        if scheduler is not None:
+        if self._runtime.mode_of(binding.group).scheduler is not None:
             granted = {each.ranks: each.pages for each in order.grants}
-            indices = scheduler.set_aside(granted.get(binding.group.ranks, 0))
-            self._runtime.lead(SetAside(binding.formation, *number, (*indices.tolist(),)))
-            self._aside = *number, indices
-            self._is_settled = lambda: True
-            if order.drafts:
-                self._is_settled = self._looks_ahead(scheduler)
+            self._grant = granted.get(binding.group.ranks, 0)
+
+    def _set_aside(self, binding: Binding, *, drafts: bool) -> None:
+        """Set the next pages aside as a leader; followers hear of all of them at once."""
+        scheduler, pages = self._runtime.mode_of(binding.group).scheduler, self._grant
+        assert scheduler is not None
+        assert pages is not None
+        wanted = min(pages, scheduler.set_aside(0).size + ASIDE_PAGES)
+        indices = scheduler.set_aside(wanted)
+        if indices.size == wanted < pages:
+            return
+        self._grant = None
+        self._runtime.lead(SetAside(binding.formation, *self._order, (*indices.tolist(),)))
+        self._aside = *self._order, indices
+        self._is_settled = self._looks_ahead(scheduler) if drafts else lambda: True
 
     def _publish(self, binding: Binding, *, drafts: bool) -> None:
-        """Publish what the group runs.
+        """Publish what the group runs, once its leader has set pages aside.
 
         A follower does so when it has computed all that its leader had when it set pages aside: its
         KV is then there for all blocks that are full in the leader's manifest.
         """
+        if self._grant is not None:
+            self._set_aside(binding, drafts=drafts)
         if self._aside[:2] != self._order or not self._is_settled():
             return
         scheduler = self._runtime.mode_of(binding.group).scheduler
@@ -439,7 +454,7 @@ class PreCopy:
             self._runtime.host.sleep(POLL_S)
         self._collect()
         self._keep()
-        self._is_done = True
+        self._is_done, self._grant = True, None
         self._drop_work()
 
     def _drop_work(self) -> None:
@@ -454,13 +469,12 @@ class PreCopy:
         assert binding is not None
         self.forget()
         scheduler = self._runtime.mode_of(binding.group).scheduler
-        epoch, number, indices = self._aside
         self._aside = _NOTHING_ASIDE
         if scheduler is not None:
             scheduler.look_ahead(0)
-        if scheduler is not None and indices.size:
-            self._runtime.lead(SetAside(binding.formation, epoch, number, None))
-            scheduler.give_back()
+            if scheduler.set_aside(0).size:
+                self._runtime.lead(SetAside(binding.formation, *self._order, None))
+                scheduler.give_back()
 
 
 def _key(order: tuple[int, int]) -> int:
