@@ -38,7 +38,7 @@ SHAPES: dict[str, Any] = {
     ),
     **dict.fromkeys(
         ("fp8-channel", "fp8-static", "fp8-modelopt"),
-        Qwen2Config(**WIDE, tie_word_embeddings=False),
+        Qwen2Config(**LONG, tie_word_embeddings=False),
     ),
 }
 FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.online.base import (
 )
 
 from coordinator.protocol.model_support import Holding
+from tests.harness.vllm.quantized_models import write_quantized
 from tests.harness.vllm.trees import (
     CPU,
     FP8,
@@ -119,6 +120,21 @@ def test_trees_are_views_that_compute_right(
         assert foreign_bytes(tree, trees.replica) == 0
         assert prove_tree(
             tree, trees.replica, width=width, rank_in_group=rank, device=CPU, shards=trees.shards
+        )
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-static", "fp8-modelopt"])
+def test_the_checkpoints_that_gpus_are_asked_for_are_viewed(
+    loaded: dict[str, Loaded], tmp_path: Path, kind: str
+) -> None:
+    """Those of gpu/test_models.py, which no CPU rank serves."""
+    assert loaded
+    trees = Trees(write_quantized(tmp_path, kind)[0], shards=2, dtype="bfloat16")
+    for rank in range(2):
+        tree = trees.view(2, rank)
+        assert foreign_bytes(tree, trees.replica) == 0
+        assert prove_tree(
+            tree, trees.replica, width=2, rank_in_group=rank, device=CPU, shards=trees.shards
         )
 
 
