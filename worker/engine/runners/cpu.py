@@ -27,7 +27,8 @@ from comm_pool.layout import StepMode
 from comm_pool.stages.links import StageLinks
 from kvadaptor.views import KVBuffer
 from worker.engine.calibrate import CPU_TOKENS_MAX
-from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_lists, listed
+from worker.engine.scheduling.new_tasks import TokenIds, Tokens
+from worker.engine.scheduling.step_plan import give_lists, listed
 from worker.engine.sequence_parallel.exchange import Exchange
 from worker.engine.sequence_parallel.tree import exchange_of
 

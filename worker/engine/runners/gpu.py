@@ -34,7 +34,8 @@ from worker.engine.config import sparse
 from worker.engine.runners.captures import keep_frozen
 from worker.engine.runners.gpu_stage import StageTraffic, StepTokens
 from worker.engine.runners.workspace import lock_workspace, open_workspace
-from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_arrays, give_lists
+from worker.engine.scheduling.new_tasks import TokenIds, Tokens
+from worker.engine.scheduling.step_plan import give_arrays, give_lists
 from worker.engine.scheduling.token_rows import take_arrays
 from worker.engine.sequence_parallel.exchange import Exchange
 from worker.engine.sequence_parallel.tree import capturing, exchange_of

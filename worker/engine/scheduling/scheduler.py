@@ -37,8 +37,9 @@ from worker.engine.scheduling.handover import (
 )
 from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_share
 from worker.engine.scheduling.movable import are_cached, can_move, progress_since, written_blocks
+from worker.engine.scheduling.new_tasks import Tokens
 from worker.engine.scheduling.pace import schedule_paced
-from worker.engine.scheduling.step_plan import StepPlan, Tokens, with_own_mask
+from worker.engine.scheduling.step_plan import StepPlan, with_own_mask
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
@@ -158,20 +159,14 @@ class ModeScheduler(Scheduler):
             self._make_room()
         if getattr(output, "pending_structured_output_tokens", False):
             settle()
-        resuming = {
-            r.req_id: self._generated.pop(r.req_id)
-            for r in output.scheduled_new_reqs
-            if r.req_id in self._generated
-        }
-        known = {
-            name: whole_tokens(self.requests[name], self._known.pop(name))
-            for name in (each.req_id for each in output.scheduled_new_reqs)
-            if name in self._known
-        }
+        new = [each.req_id for each in output.scheduled_new_reqs]
+        generated, known = self._generated, self._known
+        resuming = {name: generated.pop(name) for name in new if name in generated}
+        whole = {n: whole_tokens(self.requests[n], known.pop(n)) for n in new if n in known}
         grammar = self.get_grammar_bitmask(output)
         if stages > 1 and grammar is not None:
             grammar = with_own_mask(grammar)
-        return StepPlan(output, grammar, resuming, known=known)
+        return StepPlan(output, grammar, resuming, known=whole)
 
     @property
     def passes_tokens(self) -> bool:

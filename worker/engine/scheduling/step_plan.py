@@ -1,26 +1,14 @@
 """vLLM adapter: one scheduled step, as a leader plans it and sends it to its followers."""
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from comm_pool.layout import Mode, StepMode
-
-Tokens = npt.NDArray[np.int32]
-TokenIds = list[int] | Tokens
-"""Token ids as vLLM has them, or as followers get them."""
-
-
-_Sizes = tuple[int, int, int]
-"""Sizes of the prompt, the generated tokens and prefill_token_ids; -1 is None."""
-
-_WHOLE = -2
-"""As the last size: prefill_token_ids are the prompt and the generated tokens."""
+from worker.engine.scheduling.new_tasks import NewTasks, TokenIds, Tokens
 
 
 @dataclass(slots=True)
@@ -66,33 +54,10 @@ class StepPlan:
         return self.tokens > len(self.output.num_scheduled_tokens)
 
     def __reduce__(self) -> Any:
-        """Pack token ids into one array: new tasks may bring a hundred thousand at once.
-
-        Objects cost more than bytes: this saves 5 ms at either end for 200 migrated tasks.
-        """
-        pieces: list[Tokens] = []
-        sizes = [self._pack(each, pieces) for each in self.output.scheduled_new_reqs]
-        tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-        output = replace(
-            self.output, scheduled_new_reqs=list(map(_bare, self.output.scheduled_new_reqs))
-        )
-        return _unpacked, (output, tokens, sizes, self.grammar, self.mode)
-
-    def _pack(self, request: NewRequestData, pieces: list[Tokens]) -> _Sizes:
-        """Add a task's token ids to the pieces: prompt, generated tokens, and prefill_token_ids."""
-        asked, given = request.prompt_token_ids, request.prefill_token_ids
-        generated = self.resuming.get(request.req_id)
-        sizes = [-1 if ids is None else len(ids) for ids in (asked, generated, given)]
-        whole, known = sum(map(len, (asked or (), generated or ()))), self.known.get(request.req_id)
-        if asked is not None and given is not None and len(given) == whole:
-            # prefill_token_ids are just the prompt and the generated tokens.
-            given, sizes[2] = None, _WHOLE
-        if known is not None and known.size == whole:
-            asked, generated = None, known
-        pieces += [
-            np.asarray(ids, np.int32) for ids in (asked, generated, given) if ids is not None
-        ]
-        return sizes[0], sizes[1], sizes[2]
+        """Pack new tasks into columns: after a switch all are new (`new_tasks`)."""
+        tasks = NewTasks.of(self.output.scheduled_new_reqs, self.resuming, self.known)
+        output = replace(self.output, scheduled_new_reqs=[])
+        return _unpacked, (output, tasks, self.grammar, self.mode)
 
 
 def with_own_mask(grammar: GrammarOutput) -> GrammarOutput:
@@ -123,32 +88,9 @@ def listed(ids: TokenIds) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else ids
 
 
-def _bare(request: NewRequestData) -> NewRequestData:
-    bare = copy(request)
-    bare.prompt_token_ids = bare.prefill_token_ids = None
-    return bare
-
-
 def _unpacked(
-    output: SchedulerOutput,
-    tokens: Tokens,
-    sizes: Sequence[_Sizes],
-    grammar: GrammarOutput | None,
-    mode: StepMode,
+    output: SchedulerOutput, tasks: NewTasks, grammar: GrammarOutput | None, mode: StepMode
 ) -> StepPlan:
     """Rebuild the plan that `StepPlan.__reduce__` packed."""
-    resuming: dict[str, TokenIds] = {}
-    at = 0
-
-    def take(size: int) -> Tokens | None:
-        nonlocal at
-        start, at = at, at + max(size, 0)
-        return tokens[start:at] if size >= 0 else None
-
-    for request, (asked, generated, given) in zip(output.scheduled_new_reqs, sizes, strict=True):
-        start = at
-        request.prompt_token_ids = take(asked)
-        if (made := take(generated)) is not None:
-            resuming[request.req_id] = made
-        request.prefill_token_ids = tokens[start:at] if given == _WHOLE else take(given)
+    output.scheduled_new_reqs, resuming = tasks.unpacked()
     return StepPlan(output, grammar, resuming, mode)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
-from worker.engine.scheduling.step_plan import Tokens
+from worker.engine.scheduling.new_tasks import Tokens
 
 
 def take_arrays(tokens: Any) -> bool:

@@ -1,0 +1,71 @@
+"""New tasks as followers get them."""
+
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from worker.engine.scheduling.new_tasks import NewTasks
+from worker.engine.scheduling.step_plan import StepPlan, give_lists
+
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=5, seed=3, stop_token_ids=[4], logit_bias={7: 1.5}),
+    None,
+    SamplingParams(max_tokens=9, bad_words=["a"], extra_args={"b": [1]}, logprobs=2),
+)
+
+
+def _task(name: str, params: SamplingParams | None, **rare: Any) -> NewRequestData:
+    known = {"mm_features": [], "pooling_params": None, "lora_request": None, **rare}
+    blocks = ([1, len(name)],)
+    return NewRequestData(
+        name, [1, 2], sampling_params=params, block_ids=blocks, num_computed_tokens=1, **known
+    )
+
+
+def _travelled(*tasks: NewRequestData) -> list[NewRequestData]:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = list(tasks)
+    arrived: StepPlan = pickle.loads(pickle.dumps(StepPlan(step, None)))
+    assert step.scheduled_new_reqs == list(tasks), "the leader's own plan stays as it is"
+    give_lists(arrived.output)
+    return list(arrived.output.scheduled_new_reqs)
+
+
+@pytest.mark.parametrize("first", range(len(PARAMS)))
+def test_parameters_reach_followers_exactly(first: int) -> None:
+    ordered = [*PARAMS[first:], *PARAMS[:first]]
+    tasks = [_task(f"t{number}", params) for number, params in enumerate(ordered)]
+    found = [each.sampling_params for each in _travelled(*tasks)]
+    assert found == ordered
+    names = SamplingParams.__struct_fields__
+    for params, own in zip(ordered, found, strict=True):
+        if params is None or own is None:
+            continue
+        pairs = [(getattr(params, name), getattr(own, name)) for name in names]
+        assert [type(a) for a, _ in pairs] == [type(b) for _, b in pairs]
+        own.max_tokens = -1
+    assert sum(each is not None and each.max_tokens == -1 for each in found) == len(PARAMS) - 1
+    assert len({id(each) for each in found}) == len(found), "followers change each on its own"
+
+
+def test_what_few_tasks_have_reaches_followers() -> None:
+    # All fields that vLLM may send: a new one travels like the others.
+    known = ("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params")
+    own = (*known, "block_ids", "num_computed_tokens")
+    rare = {each.name: f"{each.name}!" for each in fields(NewRequestData) if each.name not in own}
+    tasks = [_task("a", PARAMS[0]), _task("b", None, **rare), _task("c", PARAMS[2])]
+    assert _travelled(*tasks) == tasks
+
+
+def test_a_step_without_new_tasks_has_none_for_followers() -> None:
+    assert _travelled() == []
+    assert NewTasks.of([], {}, {}).unpacked() == ([], {})
