@@ -1,4 +1,4 @@
-"""New tasks as followers get them."""
+"""New tasks as followers get them, and blocks as tasks that have come take them."""
 
 import pickle
 from dataclasses import fields
@@ -8,9 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
+from tests.harness.vllm.mode_schedulers import PAGES, WIDTH, scheduler_of
+from worker.engine.scheduling.handover import touch
 from worker.engine.scheduling.new_tasks import NewTasks
 from worker.engine.scheduling.step_plan import StepPlan, give_lists
 
@@ -69,3 +72,20 @@ def test_what_few_tasks_have_reaches_followers() -> None:
 def test_a_step_without_new_tasks_has_none_for_followers() -> None:
     assert _travelled() == []
     assert NewTasks.of([], {}, {}).unpacked() == ([], {})
+
+
+def test_blocks_are_taken_as_vllm_takes_them(base: VllmConfig) -> None:
+    orders = []
+    for take in (touch, lambda pool, blocks: pool.touch(blocks)):
+        pool = scheduler_of(base, *range(1, PAGES)).kv_cache_manager.block_pool
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        # Neighbours, the first and the last one, one twice, and one that another task has.
+        for numbers in ([free[0], free[1], free[5], free[-1]], [free[5], free[2], free[3]]):
+            take(pool, [pool.blocks[number] for number in numbers])
+        assert pool.get_num_free_blocks() == len(free) - 6 == WIDTH * (PAGES - 1) - 6
+        taken = pool.blocks[free[5]]
+        assert (taken.ref_cnt, taken.prev_free_block, taken.next_free_block) == (2, None, None)
+        queue = pool.free_block_queue
+        assert queue.fake_free_list_tail.prev_free_block.block_id == free[-2]
+        orders.append([block.block_id for block in queue.get_all_free_blocks()])
+    assert orders[0] == orders[1] == [*free[4:5], *free[6:-1]]

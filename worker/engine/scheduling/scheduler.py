@@ -127,9 +127,9 @@ class ModeScheduler(Scheduler):
 
     def _take_in(self, request: Request) -> None:
         """Queue a request; a front end that has tokens of it knows its first queueing time."""
+        self.log_stats = not request._output_token_ids
         self.add_request(request)
-        if request.num_output_tokens:
-            request.events.clear()
+        self.log_stats = True
 
     def plan_step(
         self, settle: Callable[[], None], pace_tokens: int | None = None, stages: int = 1
@@ -365,7 +365,7 @@ class ModeScheduler(Scheduler):
         take_blocks(self.kv_cache_manager, moved)
         for request, _ in moved:
             self._unregistered.append(request)
-            generated = list(request.output_token_ids)
+            generated = request._output_token_ids.copy()
             if generated:
                 self._generated[request.request_id] = generated
                 if request.use_structured_output:

@@ -35,5 +35,10 @@ def take_arrays(tokens: Any) -> bool:
 
 def whole_tokens(request: Request, known: Tokens) -> Tokens:
     """Return all tokens of a request, of which the first are `known`."""
-    more = request._all_token_ids[known.size :]
-    return np.append(known, np.array(more, dtype=np.int32)) if more else known
+    ids, size = request._all_token_ids, known.size
+    if len(ids) == size:
+        return known
+    whole = np.empty(len(ids), dtype=np.int32)
+    whole[:size] = known
+    whole[size:] = ids[size:]
+    return whole
