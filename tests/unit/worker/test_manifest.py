@@ -50,7 +50,7 @@ def test_all_ranks_derive_the_same_plan() -> None:
         assert (mine.dst_units == theirs.dst_units).all()
     assert one.cargo["task 1"][0] == 1, "its old leader"
     for carried in one.plan.carried:
-        assert (one.blocks(carried) == other.blocks(carried)).all()
+        assert (one.blocks([carried])[0] == other.blocks([carried])[0]).all()
 
 
 def test_ranks_of_different_sizes_derive_the_same_plan() -> None:
@@ -137,7 +137,7 @@ def test_fresh_lease_indices_avoid_those_of_paused_tasks() -> None:
     move = plan(0, manifests, target((0, 1)))
     assert move.indices[0].tolist() == [2, 4, 5]
     for carried in move.plan.carried:
-        assert not set(move.blocks(carried).tolist()) & {0, 1, 2, 3, 6, 7}
+        assert not set(move.blocks([carried])[0].tolist()) & {0, 1, 2, 3, 6, 7}
 
 
 def test_indices_that_would_run_out_are_an_error_before_anything_is_given_up() -> None:
@@ -166,7 +166,7 @@ def test_only_full_blocks_are_shared_by_what_they_hold() -> None:
         each.state.hashes[:] = [b"the same"]
     manifests = {rank: dp(rank, same[rank]) for rank in range(2)}
     move = plan(0, manifests, target((0, 1)))
-    first, second = (move.blocks(carried).tolist() for carried in move.plan.carried)
+    first, second = (blocks.tolist() for blocks in move.blocks(move.plan.carried))
     assert first[0] == second[0]
     assert first[1] != second[1]
 
@@ -230,7 +230,7 @@ def test_a_wide_group_falls_apart() -> None:
     assert {carried.group for carried in move.plan.carried} == {0, 1}, "one each"
     assert all(indices.size == 0 for indices in move.indices)
     for carried in move.plan.carried:
-        assert (move.blocks(carried) == carried.blocks).all()
+        assert (move.blocks([carried])[0] == carried.blocks).all()
 
 
 def test_a_move_does_not_land_where_a_step_under_way_writes() -> None:

@@ -233,9 +233,13 @@ class MigrationPlan:
         mine = ((each.group.ranks, lease.pages) for lease, each in groups)
         return sum(len(pages[ranks.index(rank)]) for ranks, pages in mine if rank in ranks)
 
-    def blocks(self, carried: Carried) -> Ints:
-        """Return the logical blocks of a carried chain as the new group numbers them."""
-        return renumbered(carried.blocks, self.bindings[carried.group], self.indices[carried.group])
+    def blocks(self, chains: Sequence[Carried]) -> list[Ints]:
+        """Return the logical blocks of one new group's chains as that group numbers them."""
+        number = chains[0].group if chains else 0
+        found = joined(each.blocks for each in chains)
+        if found.size:
+            found = renumbered(found, self.bindings[number], self.indices[number])
+        return pieces(found, [each.blocks.size for each in chains])
 
 
 def _ranks_in(ranks: Ints) -> list[int]:

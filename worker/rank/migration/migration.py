@@ -7,7 +7,6 @@ read: if that has begun and no commit follows, the tasks have lost their KV and 
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -35,6 +34,7 @@ from worker.rank.migration.manifest import (
     LateTokens,
     MigrationPlan,
     Ranks,
+    TaskSnapshot,
     manifest_of,
     nothing_of,
 )
@@ -278,13 +278,12 @@ class Migration:
     def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank will continue as a leader."""
         move = pending.move
-        for carried in move.plan.carried:
-            if move.bindings[carried.group].group.leader != self._rank:
-                continue
+        led = [c for c in move.plan.carried if move.bindings[c.group].group.leader == self._rank]
+        # All blocks at once: numpy takes a millisecond for 128 small arrays.
+        for carried, blocks in zip(led, move.blocks(led), strict=True):
             if carried.cached:
                 tokens = self._runtime.engine.kv.geometry.tokens_per_slot
-                chain = move.chains[carried.id].prefix_in(move.blocks(carried), tokens)
-                pending.chains.append(chain)
+                pending.chains.append(move.chains[carried.id].prefix_in(blocks, tokens))
                 continue
             leader, cargo = move.cargo[carried.id]
             known = self.precopy.requests.take(leader, cargo)
@@ -292,7 +291,7 @@ class Migration:
                 intake = self._runtime.engine.intake
                 request = intake.continued_request(cargo.payload, cargo.state)
                 known = request, request.token_ids()
-            pending.incoming.append(IncomingTask(cargo, known[0], move.blocks(carried), known[1]))
+            pending.incoming.append(IncomingTask(cargo, known[0], blocks, known[1]))
             self.look()
 
     def _go_on(self, pending: PreparedMigration) -> None:
@@ -306,8 +305,9 @@ class Migration:
             news = late.get(each.cargo.state.task)
             if news is not None:
                 each.request.go_on(news.tokens)
-                cargo = replace(each.cargo, emitted=news.emitted)
-                incoming.append(replace(each, cargo=cargo))
+                old = each.cargo  # `replace` takes five times as long.
+                cargo = TaskSnapshot(old.header, old.attempt, news.emitted, old.payload, old.state)
+                incoming.append(IncomingTask(cargo, each.request, each.blocks, each.tokens))
         pending.incoming = incoming
         cargoes = [each.cargo for each in incoming]
         self.adopted = tuple(
