@@ -10,10 +10,11 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from tests.harness.vllm.mode_schedulers import PAGES, WIDTH, scheduler_of
-from worker.engine.scheduling.handover import touch
+from worker.engine.scheduling.handover import forget_hashes, touch
 from worker.engine.scheduling.new_tasks import NewTasks
 from worker.engine.scheduling.step_plan import StepPlan, give_lists
 
@@ -89,3 +90,14 @@ def test_blocks_are_taken_as_vllm_takes_them(base: VllmConfig) -> None:
         assert queue.fake_free_list_tail.prev_free_block.block_id == free[-2]
         orders.append([block.block_id for block in queue.get_all_free_blocks()])
     assert orders[0] == orders[1] == [*free[4:5], *free[6:-1]]
+
+
+def test_a_block_loses_its_hash_as_vllm_takes_it(base: VllmConfig) -> None:
+    found = []
+    for forget in (forget_hashes, lambda pool, numbers: pool.blocks[numbers[0]].reset_hash()):
+        pool = scheduler_of(base, 1).kv_cache_manager.block_pool
+        block = pool.blocks[WIDTH]
+        block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"one"), 0), num_tokens=32)
+        forget(pool, [WIDTH])
+        found.append((block.block_hash, block.block_hash_num_tokens))
+    assert found == [(None, None)] * 2

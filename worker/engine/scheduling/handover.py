@@ -198,7 +198,8 @@ def register_some(
 def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
     """Remove the old hashes of blocks that are about to be filled from elsewhere.
 
-    Usually all were withdrawn, so none can be found; resetting them takes a third of the work.
+    Usually all were withdrawn, so none can be found; resetting them takes a third of the work, and
+    as vLLM's `reset_hash` does it, half of that without a call for each.
     """
     can_be_found = len(pool.cached_block_hash_to_block) or pool.cached_block_hashes_by_block
     if can_be_found or pool.metrics_collector:
@@ -207,8 +208,7 @@ def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
     else:
         for number in blocks:
             block = pool.blocks[number]
-            if block._block_hash is not None:
-                block.reset_hash()
+            block._block_hash = block._block_hash_num_tokens = None
 
 
 def cache_chain(pool: BlockPool, chain: CachedChain, block_tokens: int) -> None:
