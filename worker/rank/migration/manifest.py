@@ -7,7 +7,7 @@ plan, and their leader has them recomputed. `manifest_of` only reads the rank's 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,7 @@ class TaskSnapshot:
     state: RunningState
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LateTokens:
+class LateTokens(NamedTuple):
     """Tokens from the step that was in flight when the leader published the task."""
 
     tokens: tuple[int, ...]

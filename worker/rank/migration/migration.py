@@ -278,7 +278,8 @@ class Migration:
     def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank will continue as a leader."""
         move = pending.move
-        led = [c for c in move.plan.carried if move.bindings[c.group].group.leader == self._rank]
+        is_led = [each.group.leader == self._rank for each in move.bindings]
+        led = [each for each in move.plan.carried if is_led[each.group]]
         # All blocks at once: numpy takes a millisecond for 128 small arrays.
         for carried, blocks in zip(led, move.blocks(led), strict=True):
             if carried.cached:
