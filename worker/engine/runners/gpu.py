@@ -68,6 +68,19 @@ class _AdoptedBuffer(TorchFunctionMode):
         return func(*args, **given)
 
 
+class _NoDrafts:
+    """Stands for draft tokens that vLLM clears where it drafts none."""
+
+    def __getitem__(self, _index: int) -> "_NoDrafts":
+        return self
+
+    def zero_(self) -> None:
+        """Do nothing."""
+
+
+_NO_DRAFTS = _NoDrafts()
+
+
 class DeviceTimes:
     """When a step began and ended by the device's clock: events on the stream that computes it."""
 
@@ -356,6 +369,20 @@ class GpuModeRunner(GPUModelRunner):
         if hasattr(result, "get_output"):
             result.device_times = times
         return result
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add new tasks; vLLM clears draft tokens of each, also if no tensor has any.
+
+        That is two of torch's calls, and more than all else that it notes of a task.
+        """
+        states = self.req_states
+        drafts = states.draft_tokens
+        if not drafts.numel():
+            states.draft_tokens = _NO_DRAFTS
+        try:
+            super().add_requests(scheduler_output)
+        finally:
+            states.draft_tokens = drafts
 
     def _begin_stage(self, step: SchedulerOutput, tokens: int) -> IntermediateTensors | None:
         """Let a step of a pipeline stage wait for its activations; return their buffers."""
