@@ -30,7 +30,11 @@ ANSWER_TOKENS = 400
 CPU_LOADS = ((4, 60), (12, 600))
 """Streams, and tokens of each prompt."""
 GPU_LOADS = ((128, 512), (64, 4_000))
-CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
+CPU_CONTEXT = 1024
+CPU_ENGINE = (
+    *("--dtype", "float32", "--max-model-len", str(CPU_CONTEXT)),
+    *("--max-num-seqs", "128"),  # All streams of the timeline decode in each step.
+)
 GPU_ENGINE = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "8192"),
     *("--max-num-seqs", "128"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.bench.gpu_numbers import longest_gap
 from tests.bench.gpu_shapes import DEMO, SHAPES
-from tests.bench.precopy import ANSWER_TOKENS, GPU_ANSWER_TOKENS, PARTS, cell_of
+from tests.bench.precopy import CPU_CONTEXT, GPU_ANSWER_TOKENS, PARTS, cell_of
 from tests.harness.cells.bare_cell import BareCell, TaskClient
 
 WORKER = "tests.bench.profiled_worker"
@@ -102,7 +102,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["PROFILE_OUT"] = str(args.out.absolute())
-    answer_tokens = ANSWER_TOKENS if args.shape == DEMO else GPU_ANSWER_TOKENS
+    rest = CPU_CONTEXT - args.tokens  # Early copies take hundreds of steps on CPU.
+    answer_tokens = rest if args.shape == DEMO else GPU_ANSWER_TOKENS
     sizes = args.streams, args.tokens, answer_tokens, args.switches
     with cell_of("on", args.shape, worker=WORKER) as cell:
         gaps = asyncio.run(switch_under_streams(cell, *sizes))
