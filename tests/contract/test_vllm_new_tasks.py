@@ -61,6 +61,15 @@ def test_parameters_reach_followers_exactly(first: int) -> None:
     assert len({id(each) for each in found}) == len(found), "followers change each on its own"
 
 
+def test_copied_parameters_keep_nothing_that_vllm_found_for_others() -> None:
+    """vLLM notes how parameters sample when it is asked first."""
+    given = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(seed=1)]
+    kinds = [each.sampling_type for each in given]
+    assert len(set(kinds)) == len(given)
+    packed = NewTasks.of([_task(str(n), each) for n, each in enumerate(given)], {}, {})
+    assert [each.sampling_params.sampling_type for each in packed.unpacked()[0]] == kinds
+
+
 def test_what_few_tasks_have_reaches_followers() -> None:
     # All fields that vLLM may send: a new one travels like the others.
     known = ("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params")
