@@ -127,9 +127,9 @@ class ModeScheduler(Scheduler):
 
     def _take_in(self, request: Request) -> None:
         """Queue a request; a front end that has tokens of it knows its first queueing time."""
-        self.log_stats = not request._output_token_ids
         self.add_request(request)
-        self.log_stats = True
+        if request.num_output_tokens:
+            request.events.clear()
 
     def plan_step(
         self, settle: Callable[[], None], pace_tokens: int | None = None, stages: int = 1
