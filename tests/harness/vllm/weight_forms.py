@@ -44,7 +44,7 @@ FORMS = (
     WeightForm("AWQ", PACKED, BY_PART, "over parts or with `--widths 1`, with AVX-512",
                "integration/test_quantized_parts.py", PARTS, PASSES),
     WeightForm("GPTQ", PACKED, BY_PART, "over parts or with `--widths 1`, with AVX-512",
-               "integration/test_quantized_parts.py", PARTS, "passes but for tasks that move"),
+               "integration/test_quantized_parts.py", PARTS, PASSES),
     WeightForm("KV in fp8", "all", "yes", "all modes, with AVX-512", "integration/test_fp8_kv.py",
                MODELS, PASSES),
 )  # fmt: skip

@@ -5,13 +5,14 @@ back to a general one where it has none. It has few for halves and quarters of a
 range keeps the size of each expert and the tokens that each gets, so the whole's tiling suits it.
 """
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.model_executor.layers.fused_moe import fused_moe
 
-_SHIPPED = Path(fused_moe.__file__).parent / "configs"
+_SHIPPED = Path(str(files("vllm.model_executor.layers.fused_moe"))) / "configs"
 _find = fused_moe.get_moe_configs
 _whole_count = 0
 """Experts of the model's layers."""
