@@ -39,6 +39,7 @@ from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_s
 from worker.engine.scheduling.movable import are_cached, can_move, progress_since, written_blocks
 from worker.engine.scheduling.new_tasks import Tokens
 from worker.engine.scheduling.pace import schedule_paced
+from worker.engine.scheduling.quick_slots import use_quick_slots
 from worker.engine.scheduling.step_plan import StepPlan, with_own_mask
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
@@ -71,6 +72,7 @@ class ModeScheduler(Scheduler):
             hash_block_size=block_size,
             log_stats=True,
         )
+        use_quick_slots(self.kv_cache_manager)
         # Blocks of a task that ends during its own step are freed only after that step.
         self.defer_block_free = True
         self._lookahead: int = config.num_lookahead_tokens
