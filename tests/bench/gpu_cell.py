@@ -32,6 +32,8 @@ class CellClient(LoadClient):
     def __init__(self) -> None:
         super().__init__()
         self._session = _Session(self)
+        self.tier = Tier.STANDARD
+        """Of the requests that it prepares."""
 
     @asynccontextmanager
     async def connected(self, cell: BareCell) -> AsyncIterator["CellClient"]:
@@ -43,7 +45,7 @@ class CellClient(LoadClient):
         """Build the message that a gateway would send."""
         params = {**GREEDY, "max_tokens": tokens}
         reply_to = self._session.reply_to
-        return Submit(*encoded_request(name, prompt, reply_to, Tier.STANDARD, params))
+        return Submit(*encoded_request(name, prompt, reply_to, self.tier, params))
 
     async def _send(self, prepared: Submit) -> None:
         self._session.post(prepared)
@@ -168,6 +170,7 @@ async def running_cell(
     engine_args: list[str],
     worker: str = "worker",
     settings: Mapping[str, Any] | None = None,
+    policy: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[RunningCell]:
     """Run a cell with these settings for the length of the block, its ranks by module `worker`."""
     started = time.monotonic()
@@ -180,6 +183,7 @@ async def running_cell(
             device=device,
             worker=worker,
             limits=dict(settings or {}),
+            policy=dict(policy or {}),
             pause_limit_ms=PAUSE_LIMIT_MS,
         )
         # Beside each other: both import vLLM for seconds.
