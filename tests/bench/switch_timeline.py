@@ -56,6 +56,7 @@ async def switch_under_streams(
         found = list(client.streams.values())
         while not all(len(stream.tokens) > BEGUN_TOKENS for stream in found):
             await asyncio.sleep(0.01)
+        print(f"{streams} streams run", flush=True)
         for number in range(switches):
             await asyncio.sleep(CALM_S)
             layout, began_s = LAYOUTS[number % 2], loop.time()

@@ -1,6 +1,7 @@
 """Ranges of experts take the tiling that vLLM ships, or its user has tuned, for all experts."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,17 @@ WHOLE = 128
 
 
 @pytest.fixture(autouse=True)
-def tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks of a model with 128 experts on an H200."""
     monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: DEVICE)
     monkeypatch.setattr(fused_moe, "get_moe_configs", fused_moe.get_moe_configs)
     monkeypatch.setattr(expert_tilings, "_whole_count", 0)
-    expert_tilings._find.cache_clear()
     tune_ranges_of(WHOLE)
+    for each in (expert_tilings._find, expert_tilings._tuned_count):
+        each.cache_clear()
+    yield
+    for each in (expert_tilings._find, expert_tilings._tuned_count):
+        each.cache_clear()
 
 
 def shipped(count: int, size: int) -> dict[int, object]:

@@ -21,7 +21,7 @@ class Heartbeat:
     def beat(self, passes: int) -> None:
         """Count one more beat; called repeatedly by one thread of the rank.
 
-        `passes` grows while the main loop is in no group that has lost a member.
+        `passes` grows while the rank computes in no group that has lost a member.
         """
         _COUNTS.pack_into(self._memory, 0, self.beats + 1, passes)
 

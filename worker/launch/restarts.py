@@ -17,8 +17,11 @@ LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
 """A process that served for longer started well: its end counts as a first failure."""
 
-KNOWN_S = 0.3
-"""After this long every rank has heard that another's process ended; it takes some 30 ms."""
+KNOWN_S = 0.5
+"""After this long every rank has heard that another's process ended; it takes 30 to 200 ms."""
+
+MOVED_S = 0.2
+"""Ranks that serve on make passes within this time, or make them after a long step."""
 
 
 def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:
@@ -65,8 +68,8 @@ class Restarts:
         self._due: dict[Rank, float] = {}
         self._first_ends: dict[Rank, float] = {}
         """When ranks ended that have not failed before, until they start."""
-        self._passes: dict[Rank, Mapping[Rank, int]] = {}
-        """Of each of these, how far the main loops of all others were when they knew of its end."""
+        self._passes: tuple[float, Mapping[Rank, int]] = 0.0, {}
+        """When `hasten` last looked at the main loops of the others, and how far they were."""
         self._renewed: dict[Rank, tuple[Rank, ...]] = {}
         """Ranks that are being ended, each with the ranks that it then starts with."""
 
@@ -75,7 +78,7 @@ class Restarts:
 
         It grows with each process, also across restarts of the launcher.
         """
-        for waiting in (self._due, self._renewed, self._first_ends, self._passes):
+        for waiting in (self._due, self._renewed, self._first_ends):
             waiting.pop(rank, None)
         self._running.add(rank)
         self._is_prepared &= cohort.joins
@@ -127,18 +130,21 @@ class Restarts:
     def hasten(self, passes: Mapping[Rank, int], now_s: float) -> None:
         """Let ranks start again now if all that run have left the groups they shared with them.
 
-        `passes` has how far the main loops of running ranks are. One that is still in such a group
-        makes no pass, and may be about to end.
+        `passes` has how far the main loops of running ranks are. One that may be about to end, as
+        it is still in such a group, makes no pass. Where a rank waits for longer, as it has failed
+        before, those that end soon after each other still start together.
         """
+        looked_s, before = self._passes
+        if now_s - looked_s < MOVED_S:
+            return
+        self._passes = now_s, dict(passes)
         serving = self._running & self._ready_at.keys()
-        for rank, ended_s in self._first_ends.items():
-            if now_s < ended_s + KNOWN_S or not serving <= passes.keys():
-                continue
-            before = self._passes.setdefault(rank, dict(passes))
-            block = self._block_of(rank)
-            have_moved = all(passes[each] > before.get(each, passes[each]) for each in serving)
-            if serving and have_moved and all(self._failures.get(each, 1) == 1 for each in block):
-                self._due |= {each: min(now_s, self._due.get(each, now_s)) for each in block}
+        have_moved = all(passes.get(each, 0) > before.get(each, 1 << 62) for each in serving)
+        known = {rank for rank, at_s in self._first_ends.items() if looked_s >= at_s + KNOWN_S}
+        again = self._due.keys() - self._first_ends.keys() - self._renewed.keys()
+        if serving and have_moved and not (again and not self._shares_memory):
+            for rank in known:
+                self._due |= dict.fromkeys(self._block_of(rank), now_s)
 
     def renew(self, ranks: tuple[Rank, ...], now_s: float) -> tuple[Rank, ...]:
         """Return the ranks to end for a requested restart: these and all of their blocks.
@@ -166,7 +172,7 @@ class Restarts:
 
     def forgive(self) -> None:
         """Forget all failures: a restart of all ranks was requested."""
-        for each in (self._failures, self._due, self._renewed, self._first_ends, self._passes):
+        for each in (self._failures, self._due, self._renewed, self._first_ends):
             each.clear()
 
     def waits_for(self, rank: Rank) -> list[Rank]:

@@ -100,15 +100,19 @@ def watch(
 ) -> None:
     """Start a thread that aborts formations that lack a member and kills a stuck process.
 
-    It calls `beat` with the loop's passes on every poll, and polls at once when `wake` is set.
+    It calls `beat` on every poll with the loop's passes, which stand still while the rank computes
+    in a group that lacks a member, and polls at once when `wake` is set.
     """
 
     def run() -> None:
+        passes = 0
         while True:
             wake.clear()
-            beat(progress.passes)
             now_s = time.monotonic()
-            if (lost := loss.look(now_s)) is not None:
+            lost = loss.look(now_s)
+            passes = progress.passes if lost is None else passes
+            beat(passes)
+            if lost is not None:
                 abort(lost)
             if loss.is_stuck(now_s):
                 reason = "it has not left a group that lost a member"

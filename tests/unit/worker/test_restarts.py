@@ -4,7 +4,14 @@ import pytest
 
 from comm_pool.layout import Rank
 from worker.cohort import Cohort
-from worker.launch.restarts import KNOWN_S, LONGEST_DELAY_S, STEADY_S, Restarts, split
+from worker.launch.restarts import (
+    KNOWN_S,
+    LONGEST_DELAY_S,
+    MOVED_S,
+    STEADY_S,
+    Restarts,
+    split,
+)
 
 WIDTHS = (1, 2, 4)
 TOGETHER_S = 1.5
@@ -101,57 +108,90 @@ def lost(ended_s: float = 10.0) -> Restarts:
     return made
 
 
+APART_S = 1.25 * MOVED_S
+LOOKS = (10.0 + KNOWN_S, 10.0 + KNOWN_S + APART_S, 10.0 + KNOWN_S + 2 * APART_S)
+"""Of the launcher, once all know that rank 0 has ended at 10."""
+
+
+def serve_on(made: Restarts, *others: int, until_s: float = 12.0) -> None:
+    """Let the main loops of these ranks make passes."""
+    for number in range(1 + round((until_s - 10.0) / APART_S)):
+        found = dict.fromkeys(ranks(*others), number)
+        made.hasten(found, 10.0 + number * APART_S)
+
+
 def test_a_rank_starts_once_all_others_have_left_the_groups_they_had_with_it() -> None:
     made = lost()
-    made.hasten(passes(5, 5, 5), 10.0 + KNOWN_S)
-    made.hasten(passes(6, 7, 5), 10.5)
-    assert made.take_due(10.5) == [], "rank 3 may be about to end"
-    made.hasten(passes(6, 7, 6), 10.6)
-    assert made.take_due(10.6) == [0]
+    made.hasten(passes(5, 5, 5), LOOKS[0])
+    made.hasten(passes(6, 7, 5), LOOKS[1])
+    assert made.take_due(LOOKS[1]) == [], "rank 3 may be about to end"
+    made.hasten(passes(7, 8, 6), LOOKS[2])
+    assert made.take_due(LOOKS[2]) == [0]
+
+
+def test_a_rank_that_stands_still_now_may_be_about_to_end_whatever_it_did_before() -> None:
+    made = lost()
+    made.hasten(passes(5, 5, 5), LOOKS[0])
+    made.hasten(passes(5, 6, 6), LOOKS[1])
+    made.hasten(passes(6, 7, 6), LOOKS[2])
+    assert made.take_due(LOOKS[2]) == [], "rank 3"
 
 
 def test_passes_before_the_loss_is_known_show_nothing() -> None:
     made = lost()
     for number in range(3):
-        made.hasten(passes(number, number, number), 10.0 + number * KNOWN_S / 3)
+        made.hasten(passes(number, number, number), 10.0 + number * MOVED_S)
     assert made.next_due_s() == 10.0 + TOGETHER_S
-    made.hasten(passes(9, 9, 9), 10.0 + KNOWN_S)
-    assert made.take_due(10.0 + KNOWN_S) == []
+
+
+def test_looks_that_follow_each_other_at_once_show_nothing() -> None:
+    made = lost()
+    for number in range(9):
+        made.hasten(passes(number, number, number), LOOKS[0] + number * MOVED_S / 10)
+    assert made.next_due_s() == 10.0 + TOGETHER_S
 
 
 def test_a_rank_whose_passes_are_unknown_holds_a_restart_up() -> None:
     made = lost()
-    for number in range(5):
-        found = passes(number, number, number)
-        del found[Rank(2)]
-        made.hasten(found, 11.0 + number / 10)
+    serve_on(made, 1, 3)
     assert made.next_due_s() == 10.0 + TOGETHER_S
 
 
 def test_ranks_that_end_one_after_the_other_still_start_together() -> None:
     made = lost()
-    made.hasten(passes(5, 5, 5), 10.4)
-    made.exited(Rank(1), 10.45)
-    made.hasten({Rank(2): 6, Rank(3): 6}, 10.5)
-    assert made.take_due(10.5) == [0, 1]
+    made.exited(Rank(1), 10.4)
+    serve_on(made, 2, 3, until_s=10.5)
+    assert made.take_due(10.5) == []
+    serve_on(made, 2, 3, until_s=10.75)
+    assert made.take_due(10.75) == [0, 1]
 
 
 def test_where_no_rank_is_left_to_show_anything_all_wait_as_before() -> None:
     made = started(world=2)
     for rank in ranks(0, 1):
         made.exited(rank, 10.0)
-    for number in range(5):
-        made.hasten({}, 10.4 + number / 10)
+    serve_on(made)
     assert made.next_due_s() == 10.0 + TOGETHER_S
 
 
 def test_a_rank_that_fails_again_gets_its_delay_whatever_others_do() -> None:
-    made = lost()
+    made = started()
+    made.exited(Rank(0), 2.0)
     made.started(Rank(0), Cohort(2, ranks(0), 0), 110)
-    made.exited(Rank(0), 20.0)
-    for number in range(5):
-        made.hasten(passes(number, number, number), 20.4 + number / 10)
-    assert made.next_due_s() == 20.0 + 2 * TOGETHER_S
+    made.exited(Rank(0), 10.0)
+    serve_on(made, 1, 2, 3)
+    assert made.next_due_s() == 10.0 + 2 * TOGETHER_S
+
+
+def test_a_rank_waits_for_one_that_has_failed_before_to_start_with_it() -> None:
+    made = started()
+    made.exited(Rank(1), 2.0)
+    made.started(Rank(1), Cohort(2, ranks(1), 0), 110)
+    made.exited(Rank(1), 9.5)
+    made.exited(Rank(0), 10.0)
+    serve_on(made, 2, 3)
+    assert made.next_due_s() == 10.0 + TOGETHER_S
+    assert made.take_due(10.0 + TOGETHER_S) == [0, 1]
 
 
 def test_ends_that_were_asked_for_do_not_count() -> None:
@@ -259,24 +299,21 @@ def test_who_cannot_serve_without_a_rank_ends_and_starts_with_it() -> None:
 def test_a_block_starts_once_the_other_blocks_have_shown_that_they_go_on() -> None:
     made = in_blocks()
     made.exited(Rank(3), 10.0)
-    for at_s, count in ((10.4, 1), (10.5, 2)):
-        made.hasten(dict.fromkeys(ranks(0, 1, 2), count), at_s)
-    assert made.take_due(10.5) == [], "its neighbour has not ended"
-    made.exited(Rank(2), 10.6)
-    made.hasten(dict.fromkeys(ranks(0, 1), 3), 10.7)
-    assert made.take_due(10.7) == [2, 3]
+    serve_on(made, 0, 1, 2, until_s=11.0)
+    assert made.take_due(11.0) == [], "its neighbour has not ended"
+    made.exited(Rank(2), 11.0)
+    serve_on(made, 0, 1)
+    assert made.take_due(12.0) == [2, 3]
 
 
 def test_a_block_is_not_hastened_past_the_delay_of_one_that_fails_again() -> None:
     made = in_blocks()
-    alone = Cohort(2, ranks(0), 0)
+    made.exited(Rank(0), 2.0)
+    made.started(Rank(0), Cohort(2, ranks(0), 0), 110)
     made.exited(Rank(0), 10.0)
-    made.started(Rank(0), alone, 110)
-    made.exited(Rank(0), 20.0)
-    made.exited(Rank(1), 20.1)
-    for number in range(5):
-        made.hasten(dict.fromkeys(ranks(2, 3), number), 20.5 + number / 10)
-    assert made.next_due_s() == 20.0 + 2 * TOGETHER_S
+    made.exited(Rank(1), 10.1)
+    serve_on(made, 2, 3)
+    assert made.next_due_s() == 10.0 + 2 * TOGETHER_S
 
 
 def test_only_who_ends_first_in_a_block_is_at_fault() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Carry, Phase
+from coordinator.protocol.terms import Binding, Carry, Phase
 from tests.harness.coordinator.builders import directive, target
 from worker.launch import watchdog
-from worker.launch.peer_failure import GRACE_S, PeerFailure
+from worker.launch.peer_failure import GRACE_S, Loss, PeerFailure
 from worker.launch.watchdog import POLL_S, Progress, abort_formation, watch
 
 LIMIT_S = 2.0
@@ -204,6 +204,27 @@ def test_the_watchdog_looks_at_once_if_it_is_woken(monkeypatch: pytest.MonkeyPat
         assert beats == [1] * number, "a beat has the passes of the loop"
         looked.clear()
         wake.set()
+
+
+def test_a_beat_shows_no_pass_while_a_group_of_the_rank_lacks_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where its main loop serves on: in a group that it has left, a step may never end."""
+    monkeypatch.setattr(watchdog, "POLL_S", 0.001)
+    lost = Loss(Binding(Group((Rank(0), Rank(1)), Mode.TP), 1), must_unblock=False)
+    losses, loop, beats, done = [None, lost, lost, None], Loop(), list[int](), Event()
+
+    def look(_now_s: float) -> Loss | None:
+        if loop.passes == len(losses):
+            done.set()
+            Event().wait()
+        loop.passes += 1
+        return losses[loop.passes - 1]
+
+    loss: Any = SimpleNamespace(look=look, is_stuck=lambda _now_s: False)
+    watch(loss, Progress(lambda: loop.passes, 1e9), lambda _: None, beats.append, Event())
+    assert done.wait(PATIENCE_S)
+    assert beats == [1, 1, 1, 4]
 
 
 def test_a_stuck_process_says_where_before_it_ends() -> None:

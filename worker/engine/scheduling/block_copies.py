@@ -1,6 +1,6 @@
 """vLLM adapter: what a step copies into and out of its tasks' blocks, and from where to where."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,8 +113,8 @@ class BlockStores(Protocol):
     def loses_blocks(self, request: Request) -> None:
         """Store what a task's last step has filled: the task is about to lose its blocks."""
 
-    def forget_ended(self) -> None:
-        """Store nothing of ended tasks that no step has begun to store."""
+    def forget_ended(self, blocks: Collection[int] | None = None) -> None:
+        """Store nothing of ended tasks that no step has begun to store, or not these blocks."""
 
     def forget_steps(self) -> None:
         """Forget the stores that no step has begun: the group is left."""

@@ -11,7 +11,7 @@ index in the scheduler's process: neither another width nor another process coul
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -238,10 +238,10 @@ class BlockConnector:
             _let_go(taken)
         self._loading.clear()
 
-    def forget_ended(self) -> None:
-        """Store nothing more of ended tasks: others than this scheduler get their blocks."""
+    def forget_ended(self, blocks: Collection[int] | None = None) -> None:
+        """Store nothing more of ended tasks, or not these blocks: others than this one get them."""
         if self._stores is not None:
-            self._stores.forget_ended()
+            self._stores.forget_ended(blocks)
 
     def stop(self) -> None:
         """Give up loads ahead and stores to come: the group is left, its copies were stopped."""

@@ -94,7 +94,7 @@ class BlockGrants:
                 found.append(index)
             block = block.next_free_block
         if found:
-            numbers = self._blocks_of(found)
+            numbers = self.blocks_of(found)
             if self._pool.enable_caching:
                 forget_hashes(self._pool, numbers.tolist())
             wanted = self._granted.copy()
@@ -103,14 +103,20 @@ class BlockGrants:
             self._aside = np.sort(np.append(self._aside, found))
         return self._aside
 
+    @property
+    def aside(self) -> npt.NDArray[np.int64]:
+        """The lease indices that are set aside."""
+        return self._aside
+
     def give_back(self) -> None:
         """Let tasks have all that is set aside."""
         wanted = self._granted.copy()
-        wanted[self._blocks_of(self._aside)] = True
+        wanted[self.blocks_of(self._aside)] = True
         self._aside = self._aside[:0]
         self._set(wanted)
 
-    def _blocks_of(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def blocks_of(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the blocks of these lease indices."""
         first = np.asarray(indices, dtype=np.int64)[:, np.newaxis] * self.slots_per_page
         blocks: npt.NDArray[np.int64] = (first + np.arange(self.slots_per_page)).reshape(-1)
         return blocks

@@ -1,7 +1,7 @@
 """A scheduler's blocks in host pages: which its tasks load, and which it stores."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -248,9 +248,10 @@ class HostBlocks:
             blocks = self._scheduler._blocks_of(name, first, full)
             self._last += zip(request.block_hashes[first:full], blocks, strict=True)
 
-    def forget_ended(self) -> None:
-        """Forget what ended tasks have filled last: others may write to their blocks now."""
-        self._last.clear()
+    def forget_ended(self, blocks: Collection[int] | None = None) -> None:
+        """Forget what ended tasks have filled last: others may write to these blocks, or to all."""
+        gone = None if blocks is None else {*blocks}
+        self._last = [] if gone is None else [each for each in self._last if each[1] not in gone]
 
     def forget_steps(self) -> None:
         """Forget the stores that no step has begun: the group is left."""

@@ -22,7 +22,7 @@ def use_quick_slots(manager: KVCacheManager) -> None:
     allocate = manager.allocate_slots
 
     def allocate_slots(
-        request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0, **more: Any
+        request: Request, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **more: Any
     ) -> KVCacheBlocks | None:
         if num_new_tokens == 1 and request.status == RequestStatus.RUNNING and not more:
             name, end = request.request_id, request.num_computed_tokens + 1

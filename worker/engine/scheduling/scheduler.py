@@ -405,9 +405,11 @@ class ModeScheduler(Scheduler):
 
     def set_aside(self, pages: int) -> npt.NDArray[np.int64]:
         """Keep this many free lease indices from tasks; return all that are set aside."""
-        if self.blocks is not None:
-            self.blocks.forget_ended()
-        return self.grants.set_aside(pages)
+        before = self.grants.aside
+        found = self.grants.set_aside(pages)
+        if self.blocks is not None and found.size > before.size:
+            self.blocks.forget_ended(self.grants.blocks_of(np.setdiff1d(found, before)).tolist())
+        return found
 
     def give_back(self) -> None:
         """Let tasks have all that is set aside."""

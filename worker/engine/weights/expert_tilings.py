@@ -5,6 +5,7 @@ back to a general one where it has none. It has few for halves and quarters of a
 range keeps the size of each expert and the tokens that each gets, so the whole's tiling suits it.
 """
 
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,22 @@ def find_tilings(
     block_k: int | None = None,
 ) -> dict[int, Any] | None:
     """Return tilings by the tokens of a step: those of E experts of size N, or of all experts."""
-    block = [block_n, block_k] if block_n and block_k else None
-    for count in (E, _whole_count):
-        if count % E == 0 and _is_tuned(fused_moe.get_config_file_name(count, N, dtype, block)):
-            E = count  # noqa: N806
-            break
-    found: dict[int, Any] | None = _find(E, N, dtype, block_n, block_k)
+    count = _tuned_count(E, _whole_count, N, dtype, block_n, block_k)
+    found: dict[int, Any] | None = _find(count, N, dtype, block_n, block_k)
     return found
+
+
+@cache
+def _tuned_count(
+    count: int, whole: int, size: int, dtype: str | None, block_n: int | None, block_k: int | None
+) -> int:
+    """Return for how many experts to look: each layer of each step that no graph has asks."""
+    block = [block_n, block_k] if block_n and block_k else None
+    for each in (count, whole):
+        name = fused_moe.get_config_file_name(each, size, dtype, block)
+        if each % count == 0 and _is_tuned(name):
+            return each
+    return count
 
 
 def _is_tuned(name: str) -> bool:

@@ -54,7 +54,10 @@ BESIDE_REQUESTS = 16
 """Requests built at a time while steps run on a device."""
 
 ASIDE_PAGES = 256
-"""Pages set aside between two steps: about 1 ms, where all pages of a device are up to 20 ms."""
+"""Pages set aside between two steps: about 1 ms, where all pages of a device are up to 50 ms."""
+
+ASIDE_PASSES_MAX = 16
+"""More pages are set aside at once where these would take longer: rounds end after 2 s."""
 
 DRAFT_TOKENS = 32
 """Tokens for which tasks get blocks before the plan is drafted: it holds for as many steps.
@@ -199,7 +202,8 @@ class PreCopy:
         scheduler, pages = self._runtime.mode_of(binding.group).scheduler, self._grant
         assert scheduler is not None
         assert pages is not None
-        wanted = min(pages, scheduler.set_aside(0).size + ASIDE_PAGES)
+        at_once = max(ASIDE_PAGES, -(-pages // ASIDE_PASSES_MAX))
+        wanted = min(pages, scheduler.set_aside(0).size + at_once)
         indices = scheduler.set_aside(wanted)
         if indices.size == wanted < pages:
             return
