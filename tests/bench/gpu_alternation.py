@@ -59,7 +59,7 @@ async def run_load(cell: RunningCell, tag: str, load: Load, ranks: int, vocab: i
         await cell.client.clear()
 
 
-def told(kind: str, load: Load, seconds: float, ranks: int, **more: Any) -> dict[str, Any]:
+def report(kind: str, load: Load, seconds: float, ranks: int, **more: Any) -> dict[str, Any]:
     """Print a result, and return it."""
     tokens = load.requests_per_gpu * ranks * load.answer
     row = {
@@ -81,7 +81,7 @@ async def fixed(
     for layout in layouts:
         await cell.switch(layout)
         seconds = await run_load(cell, f"{layout}-{load.name}", load, ranks, vocab)
-        rows.append(told(layout, load, seconds, ranks))
+        rows.append(report(layout, load, seconds, ranks))
     return rows
 
 
@@ -92,7 +92,7 @@ async def adaptive(cell: RunningCell, load: Load, ranks: int, vocab: int) -> dic
     made = [each for each in await cell.switches(1000) if each["epoch"] not in known]
     switches = [f"{each['from']} to {each['to']} by {each['carry']}" for each in made]
     seen = (await cell.get("/admin/decisions?last=1"))["alternation"]
-    return told(ADAPTIVE, load, seconds, ranks, switches=switches, alternation=seen)
+    return report(ADAPTIVE, load, seconds, ranks, switches=switches, alternation=seen)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:

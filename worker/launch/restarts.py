@@ -134,13 +134,13 @@ class Restarts:
         it is still in such a group, makes no pass. Where a rank waits for longer, as it has failed
         before, those that end soon after each other still start together.
         """
-        looked_s, before = self._passes
-        if now_s - looked_s < MOVED_S:
+        last_s, before = self._passes
+        if now_s - last_s < MOVED_S:
             return
         self._passes = now_s, dict(passes)
         serving = self._running & self._ready_at.keys()
         have_moved = all(passes.get(each, 0) > before.get(each, 1 << 62) for each in serving)
-        known = {rank for rank, at_s in self._first_ends.items() if looked_s >= at_s + KNOWN_S}
+        known = {rank for rank, at_s in self._first_ends.items() if last_s >= at_s + KNOWN_S}
         again = self._due.keys() - self._first_ends.keys() - self._renewed.keys()
         if serving and have_moved and not (again and not self._shares_memory):
             for rank in known:
