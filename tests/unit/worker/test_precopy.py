@@ -116,12 +116,14 @@ def test_another_plan_gives_the_pages_back(old: str, groups: int, new: str, carr
         each.engine.pages.integrity(full=True)
 
 
+@pytest.mark.parametrize(("at_least", "passes"), [(2, 9), (1, 3)])
 @pytest.mark.parametrize(("old", "groups", "new"), [("dp2", 2, "tp2"), ("tp2", 1, "dp2")])
 def test_groups_serve_while_pages_are_set_aside(
-    monkeypatch: pytest.MonkeyPatch, old: str, groups: int, new: str
+    monkeypatch: pytest.MonkeyPatch, old: str, groups: int, new: str, at_least: int, passes: int
 ) -> None:
-    """Setting all of a device's pages aside takes longer than a step."""
-    monkeypatch.setattr(precopy, "ASIDE_PAGES", 2)
+    """Setting all of a device's pages aside takes longer than a step; many passes, too long."""
+    monkeypatch.setattr(precopy, "ASIDE_PAGES", at_least)
+    monkeypatch.setattr(precopy, "ASIDE_PASSES_MAX", passes)
     cell = busy(old, groups)
     (leader, *_) = [each for each in cell.ranks if each.participant.is_leader]
     before = {name: len(tokens) for name, tokens in cell.streams.items()}
