@@ -116,7 +116,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         engine = engine_options(options.shape, options.device, options.gpu_memory_utilization)
-        engine["disable_custom_all_reduce"] = options.slow_link
+        if options.slow_link:
+            engine["disable_custom_all_reduce"] = True
         for kind in options.only.split(","):
             (root / kind).mkdir()
             async with running_cell(
@@ -124,7 +125,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 ranks=ranks,
                 model=write_shape(options.shape, root / f"{kind}-model"),
                 device=options.device,
-                engine_args=as_arguments({k: v for k, v in engine.items() if v is not False}),
+                engine_args=as_arguments(engine),
                 settings={
                     "layout": layouts[0],
                     "pipelines": [each for each in layouts if each.startswith("pp")],

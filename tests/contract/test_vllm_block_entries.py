@@ -16,6 +16,7 @@ from tests.harness.vllm.mode_schedulers import (
     finish,
     fresh,
     ids,
+    oldest,
     sampling,
     scheduler_of,
 )
@@ -37,10 +38,7 @@ def test_all_full_blocks_of_sent_tokens_are_entered(
     inflight: deque[tuple[StepPlan, set[str]]] = deque()
     seen = 0
     while scheduler.requests:
-        while len(inflight) <= ahead and (scheduler.has_more or not inflight):
-            plan = scheduler.plan_step(lambda: None)
-            inflight.append((plan, sampling(scheduler, plan)))
-        plan, samples = inflight.popleft()
+        plan, samples = oldest(scheduler, inflight, ahead)
         finish(scheduler, plan, samples=samples)
         entered = set(directory.entries()[0])
         for name, request in scheduler.requests.items():

@@ -18,7 +18,7 @@ from tests.harness.vllm.mode_schedulers import (
     finish,
     fresh,
     ids,
-    sampling,
+    oldest,
     scheduler_of,
 )
 from worker.engine.scheduling import scheduler as scheduler_module
@@ -54,10 +54,7 @@ def ran(
             scheduler.add_task(fresh(f"t{number}", prompt, hasher), [])
         if number % 20 == 19 and scheduler.requests:
             scheduler.take_back([draw.choice([*scheduler.requests])])
-        while len(inflight) <= ahead and (scheduler.has_more or not inflight):
-            plan = scheduler.plan_step(lambda: None)
-            inflight.append((plan, sampling(scheduler, plan)))
-        plan, samples = inflight.popleft()
+        plan, samples = oldest(scheduler, inflight, ahead)
         computed = finish(scheduler, plan, draw.randrange(9), samples)
         pool = manager.block_pool
         found.append((

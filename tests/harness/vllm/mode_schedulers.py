@@ -1,5 +1,6 @@
 """Real vLLM schedulers of one mode each, without a runner: steps end as the test says."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -129,6 +130,16 @@ def finish(
     if tidies:
         scheduler.tidy()
     return dict(plan.output.num_scheduled_tokens)
+
+
+def oldest(
+    scheduler: ModeScheduler, inflight: deque[tuple[StepPlan, set[str]]], ahead: int
+) -> tuple[StepPlan, set[str]]:
+    """Plan steps until `ahead` follow the oldest; take that one, and the tasks that get a token."""
+    while len(inflight) <= ahead and (scheduler.has_more or not inflight):
+        plan = scheduler.plan_step(lambda: None)
+        inflight.append((plan, sampling(scheduler, plan)))
+    return inflight.popleft()
 
 
 def states_of(scheduler: ModeScheduler) -> dict[str, RunningState]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.bench.gpu import parser, set_up
-from tests.bench.gpu_shapes import SHAPES
+from tests.bench.gpu_shapes import FOUR_BITS, SHAPES
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,7 @@ def test_whole_layers_are_one_number_or_one_for_each_rank(
 
 
 def test_published_four_bit_checkpoints_have_groups_of_128() -> None:
-    groups = [SHAPES[f"llama-3-8b-{form}"]["quantization_config"]["group_size"] for form in FORMS]
+    groups = [
+        SHAPES[f"llama-3-8b-{form}"]["quantization_config"]["group_size"] for form in FOUR_BITS
+    ]
     assert groups == [128, 128]
-
-
-FORMS = ("awq", "gptq")

@@ -174,20 +174,23 @@ def test_where_no_rank_is_left_to_show_anything_all_wait_as_before() -> None:
     assert made.next_due_s() == 10.0 + TOGETHER_S
 
 
+def end_again(made: Restarts, rank: Rank, ended_s: float) -> None:
+    """Let a rank end, start and end before it is ready."""
+    made.exited(rank, 2.0)
+    made.started(rank, Cohort(2, (rank,), 0), 110)
+    made.exited(rank, ended_s)
+
+
 def test_a_rank_that_fails_again_gets_its_delay_whatever_others_do() -> None:
     made = started()
-    made.exited(Rank(0), 2.0)
-    made.started(Rank(0), Cohort(2, ranks(0), 0), 110)
-    made.exited(Rank(0), 10.0)
+    end_again(made, Rank(0), 10.0)
     serve_on(made, 1, 2, 3)
     assert made.next_due_s() == 10.0 + 2 * TOGETHER_S
 
 
 def test_a_rank_waits_for_one_that_has_failed_before_to_start_with_it() -> None:
     made = started()
-    made.exited(Rank(1), 2.0)
-    made.started(Rank(1), Cohort(2, ranks(1), 0), 110)
-    made.exited(Rank(1), 9.5)
+    end_again(made, Rank(1), 9.5)
     made.exited(Rank(0), 10.0)
     serve_on(made, 2, 3)
     assert made.next_due_s() == 10.0 + TOGETHER_S
@@ -308,9 +311,7 @@ def test_a_block_starts_once_the_other_blocks_have_shown_that_they_go_on() -> No
 
 def test_a_block_is_not_hastened_past_the_delay_of_one_that_fails_again() -> None:
     made = in_blocks()
-    made.exited(Rank(0), 2.0)
-    made.started(Rank(0), Cohort(2, ranks(0), 0), 110)
-    made.exited(Rank(0), 10.0)
+    end_again(made, Rank(0), 10.0)
     made.exited(Rank(1), 10.1)
     serve_on(made, 2, 3)
     assert made.next_due_s() == 10.0 + 2 * TOGETHER_S
