@@ -398,7 +398,8 @@ class Core:
             effects += self._pool.tick(now_ms)
         for carry, count in self._pool.take_carried().items():
             self._switcher.log.count(carry, count)
-        if self._pool.tasks.queue:
+        # Tasks that a group holds may have lost their room in it, with none in the queue.
+        if self._pool.tasks.queue or isinstance(event, Tick):
             effects += self._place(now_ms)
         return effects
 

@@ -2,12 +2,13 @@
 
 Batch tasks fill all KV that there is, and hold it for as long as they decode. An urgent task that
 found no room for `DISPLACE_AFTER_MS` takes it from the newest of them, in the group in which the
-fewest tokens have to be computed again. They go back to the queue, and continue after the tokens
-that they have; blocks that nobody needed meanwhile, and host pages, are not computed again. The
-task pool calls this module.
+fewest tokens have to be computed again. So does one that a group has taken, and into whose KV the
+others have grown since. They go back to the queue, and continue after the tokens that they have;
+blocks that nobody needed meanwhile, and host pages, are not computed again. The task pool calls
+this module.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.protocol.terms import Tier
 from coordinator.tasks.placement import OpenGroup, foreign_to
@@ -32,6 +33,9 @@ def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> lis
 
     Tasks that were placed for their age make no room, and one that has made room does so last.
     """
+    for group in groups:
+        if group.waiting and (outgrown := _of_outgrown(tasks, group, now_ms)):
+            return outgrown
     passed, open_groups = 0, list(groups)
     for urgent in map(tasks.__getitem__, tasks.queue.in_order(now_ms, {Tier.BATCH})):
         if urgent.header.tier is Tier.BATCH or not any(each.reaches(urgent) for each in groups):
@@ -53,18 +57,41 @@ def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> lis
     return []
 
 
+def _of_outgrown(tasks: TaskTable, group: OpenGroup, now_ms: int) -> list[Task]:
+    """Return the fewest batch tasks without which a group's tasks fit, if an urgent one may wait.
+
+    Which of them waits only the group knows.
+    """
+    held = [tasks[name] for name in tasks.loads.of(group.leader)]
+    may_wait = (
+        each.header.tier is not Tier.BATCH and now_ms - each.since_ms >= DISPLACE_AFTER_MS
+        for each in held
+    )
+    if not tasks.loads.outgrow(group) or not any(may_wait):
+        return []
+    return _fewest(
+        tasks, group, lambda count, tokens: not tasks.loads.outgrow(group, count, tokens)
+    )
+
+
 def _in_group(tasks: TaskTable, group: OpenGroup, urgent: Task) -> list[Task]:
-    """Return the fewest batch tasks of a group without which it has room; empty if there are none.
+    """Return the fewest batch tasks of a group without which it has room; empty if none do."""
+    has_room = tasks.loads.has_room
+    return _fewest(tasks, group, lambda count, tokens: has_room(group, urgent, count, tokens))
+
+
+def _fewest(tasks: TaskTable, group: OpenGroup, suffices: Callable[[int, int], bool]) -> list[Task]:
+    """Return as many of a group's batch tasks as suffice, by number and tokens; empty if none do.
 
     They are the newest, as these have the least to compute again.
     """
-    loads, tokens = tasks.loads, 0
-    held = [tasks[name] for name in loads.of(group.leader)]
+    held = [tasks[name] for name in tasks.loads.of(group.leader)]
     batch = [each for each in held if each.header.tier is Tier.BATCH and not each.is_promoted]
     batch.sort(key=lambda each: (each.displacements, -each.arrival))
+    tokens = 0
     for count, each in enumerate(batch, 1):
         tokens += each.context_tokens
-        if loads.has_room(group, urgent, without_tasks=count, without_tokens=tokens):
+        if suffices(count, tokens):
             return batch[:count]
     return []
 

@@ -50,6 +50,9 @@ class OpenGroup:
     cut_off: frozenset[str] = frozenset()
     """Addresses of gateways that its leader cannot push tokens to now."""
 
+    waiting: int = 0
+    """Its tasks that do not run, by its leader's newest report."""
+
     @property
     def leader(self) -> Rank:
         """The rank to which tasks are sent."""
@@ -113,6 +116,7 @@ def open_groups(
                 hello.tokens_per_slot,
                 reserved_groups.get(binding.group.leader, 0) if reserved_groups else 0,
                 frozenset(link.reply_to for link in report.links if link.is_open),
+                report.waiting,
             )
             groups.append(group)
     return tuple(groups)
@@ -233,15 +237,26 @@ class Loads:
         return self._tokens.get(leader, 0)
 
     def has_room(
-        self, group: OpenGroup, task: Task, *, without_tasks: int = 0, without_tokens: int = 0
+        self, group: OpenGroup, task: Task, without_tasks: int = 0, without_tokens: int = 0
     ) -> bool:
         """Return whether the group can take the task now, or could without some of its tasks."""
         tasks = self.tasks(group.leader) - without_tasks
         if tasks >= group.slots(task.header.tier) or not group.could_hold(task):
             return False
-        # A task wastes half a block on average; counting a whole one is safe.
-        used = group.blocks(self.tokens(group.leader) - without_tokens) + tasks
+        used = self._blocks_used(group, without_tasks, without_tokens)
         return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
+
+    def outgrow(self, group: OpenGroup, without_tasks: int = 0, without_tokens: int = 0) -> bool:
+        """Return whether a group's tasks have grown beyond its KV, or would without some of them.
+
+        Tasks that share blocks may fit even so.
+        """
+        return self._blocks_used(group, without_tasks, without_tokens) > group.blocks_total
+
+    def _blocks_used(self, group: OpenGroup, without_tasks: int, without_tokens: int) -> int:
+        # A task wastes half a block on average; counting a whole one is safe.
+        tokens, tasks = self.tokens(group.leader), self.tasks(group.leader)
+        return group.blocks(tokens - without_tokens) + tasks - without_tasks
 
     def choose(
         self,

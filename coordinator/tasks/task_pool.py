@@ -318,10 +318,10 @@ class TaskPool:
 
     def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
         """Give tasks to groups that have room, in order."""
-        groups = tuple(groups)
-        self._shedding.has_groups = bool(groups)
+        self._shedding.has_groups = bool(groups := tuple(groups))
         effects = self._choose(groups, now_ms)
-        if self._tasks.queue and now_ms >= self._displace_due_ms:
+        waits = self._tasks.queue or any(each.waiting for each in groups)
+        if waits and now_ms >= self._displace_due_ms:
             self._displace_due_ms = now_ms + LOOK_EVERY_MS
             for _ in range(DISPLACED_FOR_MAX):
                 if not (taken := self._displace(groups, now_ms)):

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from coordinator.protocol.terms import Tier
 from coordinator.tasks.displacement import DISPLACE_AFTER_MS
-from tests.harness.cells.bare_cell import TaskClient, bare_cell
+from tests.harness.cells.bare_cell import Stream, TaskClient, bare_cell
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
@@ -26,6 +27,9 @@ FULL_TOKENS = 80
 
 On a busy machine they get hundreds more before a process that waits for cores lets the sixth in.
 """
+
+GROWN_TOKENS = 400
+"""Some 180 of each of four streams fill all KV."""
 
 
 def prompt(name: str) -> list[int]:
@@ -51,9 +55,40 @@ async def test_batch_streams_make_room_and_stay_exact(tmp_path: Path, record_pro
             assert first_s > DISPLACE_AFTER_MS / 1000, "there was no room at first"
             (urgent,) = await client.finish("urgent")
             streams = await client.finish(*names)
-            for name, stream in [("urgent", urgent), *zip(names[2:], streams[2:], strict=True)]:
-                tokens = len(stream.tokens)
-                client.submit(f"calm-{name}", prompt(name), max_tokens=tokens, **ENDLESS)
-                (calm,) = await client.finish(f"calm-{name}")
-                assert stream.tokens == calm.tokens
+            of_name = {"urgent": urgent, **dict(zip(names[2:], streams[2:], strict=True))}
+            await check_exact(client, of_name)
     record_property("summary", f"an urgent request in a full cell: first token {first_s:.2f} s")
+
+
+async def test_streams_that_grow_into_the_kv_of_an_urgent_one_make_room_again(
+    tmp_path: Path, record_property: Any
+) -> None:
+    with bare_cell(tmp_path, ranks=1, engine_args=ARGUMENTS) as cell:
+        client = TaskClient()
+        async with client.connected(cell):
+            names = [f"batch-{number}" for number in range(3)]
+            for name in names:
+                client.submit(name, prompt(name), tier=Tier.BATCH, max_tokens=TOKENS, **ENDLESS)
+            await client.wait_first_tokens(*names)
+            client.submit(
+                "urgent",
+                prompt("urgent"),
+                tier=Tier.INTERACTIVE,
+                max_tokens=GROWN_TOKENS,
+                **ENDLESS,
+            )
+            (urgent,) = await client.finish("urgent")
+            assert not any(client.streams[name].finished for name in names), "none had to end"
+            pause_s = max(after - before for before, after in pairwise(urgent.times))
+            streams = await client.finish(*names)
+            await check_exact(client, {"urgent": urgent, names[-1]: streams[-1]})
+    record_property("summary", f"an urgent stream whose KV others grow into: {pause_s:.2f} s")
+
+
+async def check_exact(client: TaskClient, streams: dict[str, Stream]) -> None:
+    """Compare streams with those of the same requests alone."""
+    for name, stream in streams.items():
+        tokens = len(stream.tokens)
+        client.submit(f"calm-{name}", prompt(name), max_tokens=tokens, **ENDLESS)
+        (calm,) = await client.finish(f"calm-{name}")
+        assert stream.tokens == calm.tokens

@@ -21,7 +21,7 @@ FOUND_BY: dict[str, Run] = {
     "row 10, LEAVE": Run(7),
     "row 11, LEAVE": Run(62, 0.1),
     "row 12, WAIT": Run(28, kind=CALM),
-    "row 13, LEAVE_RECOMPUTE": Run(26, kind=CALM),
+    "row 13, LEAVE_RECOMPUTE": Run(21),
     "row 14, WAIT": Run(0, kind=CALM),
     "row 15, LEAVE": Run(0),
     "row 16, ACK": Run(0, kind=CALM),

@@ -19,10 +19,16 @@ LIMITS = PoolLimits(queue=QueueBounds(3), ageing_ms=1_000, pause_limit_ms=100, c
 
 
 def group(
-    leader: Rank = ZERO, *, blocks: int = 10, max_tasks: int = 4, cut_off: str = ""
+    leader: Rank = ZERO,
+    *,
+    blocks: int = 10,
+    max_tasks: int = 4,
+    cut_off: str = "",
+    waiting: int = 0,
 ) -> OpenGroup:
     binding = Binding(Group((leader,), Mode.DP), 1)
-    return OpenGroup(binding, max_tasks, blocks, 16, cut_off=frozenset({cut_off}))
+    unreachable = frozenset({cut_off})
+    return OpenGroup(binding, max_tasks, blocks, 16, cut_off=unreachable, waiting=waiting)
 
 
 def pool(*, recovering: bool = False) -> TaskPool:

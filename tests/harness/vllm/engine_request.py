@@ -6,6 +6,7 @@ from typing import Any
 from coordinator.protocol import wire
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
+from gateway.admission.tiers import PRIORITY_OF_TIER
 
 
 def engine_request(name: str, prompt: list[int], sampling: Any) -> Any:
@@ -41,6 +42,7 @@ def encoded_request(
     if sampling.structured_outputs is not None:
         sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
     request = engine_request(name, prompt, sampling)
+    request.priority = PRIORITY_OF_TIER[tier]
     frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
     header = TaskHeader(
         task=TaskId(name),

@@ -6,6 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.model.events import Effect, ToRank
 from coordinator.model.settings import QueueBounds
 from coordinator.protocol.messages.rank import GiveBack, Place
+from coordinator.protocol.messages.tasks import TaskProgress
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.tasks.displacement import (
     DISPLACE_AFTER_MS,
@@ -116,6 +117,43 @@ def test_looks_are_some_time_apart() -> None:
     tasks.tasks[TaskId("old1")].header = submit("old1", prompt=PROMPT, tier=Tier.BATCH).header
     assert tasks.place(groups, LATE_MS + LOOK_EVERY_MS - 1) == []
     assert names(tasks.place(groups, LATE_MS + LOOK_EVERY_MS), GiveBack) == ["old1"]
+
+
+def grown(*tiers: Tier) -> TaskPool:
+    """A group's tasks, have grown to four blocks each, beyond its ten."""
+    tasks, _ = cell(*tiers)
+    for number in range(len(tiers)):
+        held = tasks.tasks[TaskId(f"old{number}")]
+        tasks.progress(ZERO, [TaskProgress(held.id, PROMPT, paused=False)], 0)
+    assert not tasks.tasks.queue
+    return tasks
+
+
+def test_an_urgent_task_that_lost_its_room_in_its_group_gets_it_back() -> None:
+    tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
+    assert tasks.place([group()], LATE_MS) == [], "none waits"
+    assert names(tasks.place([group(waiting=1)], LATE_MS), GiveBack) == ["old1"]
+    assert state(tasks, TaskId("old1")) is State.RETURNING
+    assert tasks.place([group(waiting=1)], 2 * LATE_MS) == [], "the others fit"
+
+
+def test_tasks_that_wait_while_all_fit_cost_none() -> None:
+    tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
+    assert tasks.place([group(waiting=1, blocks=16)], LATE_MS) == []
+
+
+def test_a_task_that_has_just_come_may_wait_a_moment() -> None:
+    tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
+    placed_ms = 2
+    assert tasks.place([group(waiting=1)], placed_ms + DISPLACE_AFTER_MS - 1) == []
+    late_ms = placed_ms + DISPLACE_AFTER_MS - 1 + LOOK_EVERY_MS
+    assert names(tasks.place([group(waiting=1)], late_ms), GiveBack) == ["old1"]
+
+
+@pytest.mark.parametrize("tier", [Tier.BATCH, Tier.STANDARD])
+def test_a_group_of_one_kind_of_tasks_is_left_to_its_scheduler(tier: Tier) -> None:
+    tasks = grown(tier, tier, tier)
+    assert tasks.place([group(waiting=1)], LATE_MS) == []
 
 
 def served(tasks: TaskPool, groups: list[OpenGroup], now_ms: int) -> list[str]:

@@ -41,6 +41,7 @@ from worker.engine.scheduling.new_tasks import Tokens
 from worker.engine.scheduling.pace import schedule_paced
 from worker.engine.scheduling.quick_slots import use_quick_slots
 from worker.engine.scheduling.step_plan import StepPlan, with_own_mask
+from worker.engine.scheduling.tier_order import put_urgent_first
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
@@ -145,6 +146,7 @@ class ModeScheduler(Scheduler):
             self.blocks.look()
         if self.entries is not None:
             self.entries.is_planning = True
+        put_urgent_first(self)
         if stages > 1:
             output = schedule_share(self, stages, self.ahead_max)
         else:
@@ -269,9 +271,8 @@ class ModeScheduler(Scheduler):
         Includes blocks of ended tasks that the in-flight step still writes.
         """
         held = self._manager.req_to_blocks
-        return self._still_written() + [
-            block.block_id for name in self.holding() for block in held[name]
-        ]
+        held_here = [block.block_id for name in self.holding() for block in held[name]]
+        return self._still_written() + held_here
 
     def _still_written(self) -> list[int]:
         return [block.block_id for _, freed in self.deferred_frees for block in freed]
