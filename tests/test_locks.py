@@ -1,10 +1,12 @@
 """What the lock files install: one exact version of each package, under licences that fit."""
 
 import re
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.with_hashes import main
 
@@ -53,6 +55,30 @@ def test_every_package_has_one_exact_version(lock: Path) -> None:
     assert not [line for line, match in matches if match is None]
     names = [re.sub(r"[-_.]+", "-", match[1]).lower() for _, match in matches if match]
     assert len(names) == len(set(names)), "a package is there twice"
+
+
+NOT_LOCKED = {"torchaudio", "torchcodec", "torchvision"}
+"""Text needs none of them; see the head of cpu.lock."""
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0"])
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_what_packages_need_on_the_oldest_patch_release_is_locked(lock: Path, python: str) -> None:
+    """The locks are installed without dependencies, also by a Python that is older than this."""
+    of_python = {"python_full_version": python, "python_version": python[:4], "extra": ""}
+    names = {canonicalize_name(re.split(r"[\[=]", line)[0]) for line in pins(lock)}
+    known, missing = 0, []
+    for name in names:
+        try:
+            needs = [Requirement(each) for each in requires(name) or ()]
+        except PackageNotFoundError:
+            continue
+        wanted = [each for each in needs if not each.marker or each.marker.evaluate(of_python)]
+        known += len(wanted)
+        absent = {canonicalize_name(each.name) for each in wanted} - names - NOT_LOCKED
+        missing += [f"{each}, for {name}" for each in sorted(absent)]
+    assert known > 100
+    assert not missing
 
 
 def test_no_package_that_is_installed_here_is_under_a_copyleft_licence() -> None:
