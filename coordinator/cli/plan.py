@@ -32,6 +32,7 @@ from coordinator.sizing.cell_plan import (
     fewest_gpus,
     longest_length,
     plan_cell,
+    with_lone_ranks,
 )
 from coordinator.sizing.model_facts import Device, ModelFacts, device_of, facts_of
 from kvadaptor.host.layout import HostMemoryError, layout_of
@@ -107,7 +108,7 @@ def plan_model(options: argparse.Namespace) -> ModelPlan:
 
     cells = tuple(
         plan_cell(facts, device, division, refusal_of(division))
-        for division in _divisions(options, facts, ranks)
+        for division in with_lone_ranks(_divisions(options, facts, ranks), refusal_of)
     )
     found = ModelPlan(
         options.model, facts, device, ranks, cells, _host_tokens(options.host_kv, facts, ranks)
@@ -172,7 +173,8 @@ def _advice(
         found.append(f"use --max-model-len {length // 256 * 256}")
     if fitting is not None:
         other = fitting.division
-        found.append(f"use {other.name}" if other.parts > 1 else "let ranks hold all weights")
+        whole = "use --widths 1" if other.alone else "let ranks hold all weights"
+        found.append(f"use {other.name}" if other.parts > 1 else whole)
     if not found and plan.device.kind == "cuda":
         more = fewest_gpus(plan.facts, plan.device, RANKS_MAX, refusal_of)
         if more is not None and more.division.ranks > plan.ranks:

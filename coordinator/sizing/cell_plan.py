@@ -5,8 +5,8 @@ differ in how many tokens of KV a group has together. So there is one `CellPlan`
 hold the weights, with a `LayoutPlan` for each layout. Pure. Sizes are in bytes, lengths in tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from comm_pool.layout import Layout, Mode, format_layout, parse_layout
 from comm_pool.mixed import Mixed
@@ -31,12 +31,14 @@ class Division:
     borrow: Borrow = "ffn"
     whole_layers: int = 0
     mixed: tuple[Mixed, ...] = ()
+    alone: bool = False
+    """Ranks form no groups, although the model's sizes allow them."""
 
     @property
     def name(self) -> str:
         """What to type for it."""
         if self.parts == 1:
-            return "all weights"
+            return "all weights, --widths 1" if self.alone else "all weights"
         whole = f" --whole-layers {self.whole_layers}" if self.whole_layers else ""
         return f"--weight-parts {self.parts} --borrow {self.borrow}{whole}"
 
@@ -225,6 +227,21 @@ def divisions(
             held = () if parts == widths[-1] else (Mixed(widths[-1] // parts, parts),)
             shapes = tuple(dict.fromkeys((*held, *(m for m in mixed if m.tp % parts == 0))))
             yield Division(ranks, tuple(widths), parts, borrow, whole, shapes)
+
+
+def with_lone_ranks(
+    found: Iterable[Division], refusal_of: Callable[[Division], str]
+) -> Iterator[Division]:
+    """Yield divisions, and one of lone ranks where these serve what groups do not.
+
+    Some packed weights have no view of a part, and one rank serves them whole.
+    """
+    for each in found:
+        yield each
+        if each.parts == 1 and len(each.widths) > 1 and refusal_of(each):
+            lone = replace(each, widths=(1,), mixed=(), alone=True)
+            if not refusal_of(lone):
+                yield lone
 
 
 def _divides(size: ModelSize, width: int) -> bool:

@@ -198,9 +198,23 @@ def test_what_cannot_be_served_so_says_why(
     config = {**CONFIGS[QWEN], "quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = planned(capsys, str(tmp_path), "--gpus", "2", "--memory", "80")
-    fits = {(each["weight_parts"], each["borrow"]): each["fits"] for each in found["cells"]}
-    assert fits == {(1, None): False, (2, "ffn"): False, (2, "all"): True, (2, "none"): True}
-    assert "quantization 'awq'" in found["cells"][0]["reason"]
+    fits = {
+        (each["weight_parts"], each["borrow"], len(each["widths"])): each["fits"]
+        for each in found["cells"]
+    }
+    assert fits == {
+        (1, None, 2): False,
+        (1, None, 1): True,
+        (2, "ffn", 2): False,
+        (2, "all", 2): True,
+        (2, "none", 2): True,
+    }
+    groups, alone = found["cells"][:2]
+    assert "quantization 'awq'" in groups["reason"]
+    assert groups["advice"] == "use --widths 1."
+    assert [each["layout"] for each in alone["layouts"]] == ["dp2"]
+    assert main(["plan", str(tmp_path), "--gpus", "2", "--memory", "80"]) == 0
+    assert "all weights, --widths 1" in capsys.readouterr().out
 
 
 def test_kv_memory_that_is_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
