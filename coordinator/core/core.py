@@ -51,7 +51,7 @@ from coordinator.protocol.messages.gateway import (
     Welcome,
     Withdraw,
 )
-from coordinator.protocol.messages.rank import RankHello, Report
+from coordinator.protocol.messages.rank import Place, RankHello, Report
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Carry, EndCause
 from coordinator.ranks.layout_check import why_unreachable
@@ -440,7 +440,8 @@ class Core:
         if self._switcher.is_speculating:
             bindings = self._switcher.target.bindings
             idle = {each.leader for each in groups if each.binding not in bindings}
-            begun = sum(isinstance(effect, ToRank) and effect.rank in idle for effect in placed)
+            to = [e.rank for e in placed if isinstance(e, ToRank) and isinstance(e.message, Place)]
+            begun = sum(rank in idle for rank in to)
             self._switcher.log.count(Carry.SPECULATE, begun)
         return placed
 

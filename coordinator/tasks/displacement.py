@@ -22,19 +22,19 @@ LOOK_EVERY_MS = 50
 """Least time between two looks: each goes through the tasks of the groups."""
 
 DISPLACED_FOR_MAX = 16
-"""Urgent tasks that get room by one look."""
+"""Urgent tasks, and groups that have outgrown their KV, that get room by one look."""
 
 LOOK_AHEAD_TASKS = 8
 """Urgent tasks without room that are passed over."""
 
 
 def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> list[Task]:
-    """Return the batch tasks that make room for one urgent task; none if none needs it.
+    """Return the batch tasks that make room for one urgent task, or in one group, or none.
 
     Tasks that were placed for their age make no room, and one that has made room does so last.
     """
     for group in groups:
-        if group.waiting and (outgrown := _of_outgrown(tasks, group, now_ms)):
+        if group.urgent_waiting and (outgrown := _of_outgrown(tasks, group, now_ms)):
             return outgrown
     passed, open_groups = 0, list(groups)
     for urgent in map(tasks.__getitem__, tasks.queue.in_order(now_ms, {Tier.BATCH})):
@@ -58,20 +58,22 @@ def displaced(tasks: TaskTable, groups: Sequence[OpenGroup], now_ms: int) -> lis
 
 
 def _of_outgrown(tasks: TaskTable, group: OpenGroup, now_ms: int) -> list[Task]:
-    """Return the fewest batch tasks without which a group's tasks fit, if an urgent one may wait.
+    """Return the fewest batch tasks without which a group's tasks fit; all of them if none do.
 
-    Which of them waits only the group knows.
+    Which of its tasks wait only the group knows, so the first of them may have come just now.
     """
-    held = [tasks[name] for name in tasks.loads.of(group.leader)]
-    may_wait = (
-        each.header.tier is not Tier.BATCH and now_ms - each.since_ms >= DISPLACE_AFTER_MS
-        for each in held
-    )
-    if not tasks.loads.outgrow(group) or not any(may_wait):
+    loads = tasks.loads
+    if not loads.outgrow(group):
         return []
-    return _fewest(
-        tasks, group, lambda count, tokens: not tasks.loads.outgrow(group, count, tokens)
-    )
+    held = [tasks[name] for name in loads.of(group.leader)]
+    urgent = [each for each in held if each.header.tier is not Tier.BATCH]
+    if all(now_ms - each.since_ms < DISPLACE_AFTER_MS for each in urgent):
+        return []
+
+    def fits(count: int, tokens: int) -> bool:
+        return not loads.outgrow(group, count, tokens)
+
+    return _fewest(tasks, group, fits) or _batch_of(tasks, group)
 
 
 def _in_group(tasks: TaskTable, group: OpenGroup, urgent: Task) -> list[Task]:
@@ -85,15 +87,19 @@ def _fewest(tasks: TaskTable, group: OpenGroup, suffices: Callable[[int, int], b
 
     They are the newest, as these have the least to compute again.
     """
-    held = [tasks[name] for name in tasks.loads.of(group.leader)]
-    batch = [each for each in held if each.header.tier is Tier.BATCH and not each.is_promoted]
-    batch.sort(key=lambda each: (each.displacements, -each.arrival))
-    tokens = 0
+    batch, tokens = _batch_of(tasks, group), 0
     for count, each in enumerate(batch, 1):
         tokens += each.context_tokens
         if suffices(count, tokens):
             return batch[:count]
     return []
+
+
+def _batch_of(tasks: TaskTable, group: OpenGroup) -> list[Task]:
+    """Return the batch tasks of a group that may make room, in the order in which they do."""
+    held = [tasks[name] for name in tasks.loads.of(group.leader)]
+    batch = [each for each in held if each.header.tier is Tier.BATCH and not each.is_promoted]
+    return sorted(batch, key=lambda each: (each.displacements, -each.arrival))
 
 
 def _tokens(found: Iterable[Task]) -> int:

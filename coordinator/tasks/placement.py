@@ -1,7 +1,8 @@
 """Which group takes which task: room, choice, and what can ever fit.
 
 A group has room for a task while it holds fewer than `max_tasks` tasks and has blocks left for the
-task's tokens so far; its scheduler handles later growth, by preemption. The group with the fewest
+task's tokens so far. Later growth its scheduler handles by preemption, and where that hits urgent
+tasks, batch tasks make room (`displacement.py`). The group with the fewest
 tokens per rank is chosen, the lowest leader at a tie; prompt tokens that a group has read before
 count in its favour. A round goes through the queue in order. A task without room claims the least
 loaded group that could hold it, so later tasks do not take the room it waits for;
@@ -50,8 +51,9 @@ class OpenGroup:
     cut_off: frozenset[str] = frozenset()
     """Addresses of gateways that its leader cannot push tokens to now."""
 
-    waiting: int = 0
-    """Its tasks that do not run, by its leader's newest report."""
+    urgent_waiting: int = 0
+    """Its interactive and standard tasks that hold no KV, by its leader's newest report; 0 in one
+    that a switch changes: early copies take its free pages."""
 
     @property
     def leader(self) -> Rank:
@@ -116,7 +118,7 @@ def open_groups(
                 hello.tokens_per_slot,
                 reserved_groups.get(binding.group.leader, 0) if reserved_groups else 0,
                 frozenset(link.reply_to for link in report.links if link.is_open),
-                report.waiting,
+                report.urgent_waiting if binding in switcher.target.bindings else 0,
             )
             groups.append(group)
     return tuple(groups)
@@ -249,9 +251,10 @@ class Loads:
     def outgrow(self, group: OpenGroup, without_tasks: int = 0, without_tokens: int = 0) -> bool:
         """Return whether a group's tasks have grown beyond its KV, or would without some of them.
 
-        Tasks that share blocks may fit even so.
+        Tasks that share blocks may fit even so. `has_room` counts no block for what the new task
+        wastes, so a group that was filled exactly has not outgrown its KV.
         """
-        return self._blocks_used(group, without_tasks, without_tokens) > group.blocks_total
+        return self._blocks_used(group, without_tasks, without_tokens) > group.blocks_total + 1
 
     def _blocks_used(self, group: OpenGroup, without_tasks: int, without_tokens: int) -> int:
         # A task wastes half a block on average; counting a whole one is safe.

@@ -320,7 +320,7 @@ class TaskPool:
         """Give tasks to groups that have room, in order."""
         self._shedding.has_groups = bool(groups := tuple(groups))
         effects = self._choose(groups, now_ms)
-        waits = self._tasks.queue or any(each.waiting for each in groups)
+        waits = self._tasks.queue or any(each.urgent_waiting for each in groups)
         if waits and now_ms >= self._displace_due_ms:
             self._displace_due_ms = now_ms + LOOK_EVERY_MS
             for _ in range(DISPLACED_FOR_MAX):

@@ -9,8 +9,11 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 
+from coordinator.protocol.terms import Tier
+from gateway.admission.tiers import PRIORITY_OF_TIER
 from tests.harness.vllm.mode_schedulers import (
     BLOCK,
+    BUDGET,
     PROMPT,
     directory_of,
     finish,
@@ -26,10 +29,14 @@ from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 
 
 class Source:
-    """A source that has every block, until `is_empty`; those at `void` places change meanwhile."""
+    """A source that has every block, until it has given `most` of them or `is_empty`.
+
+    Those at `void` places change meanwhile.
+    """
 
     def __init__(self) -> None:
         self.is_empty = False
+        self.most = 1_000
         self.void: set[int] = set()
         self._count = 0
 
@@ -38,7 +45,7 @@ class Source:
 
     def take(self, key: bytes) -> int | None:
         self._count += 1
-        return None if self.is_empty else self._count
+        return None if self.is_empty or self._count > self.most else self._count
 
     def let_go(self, places: Iterable[int]) -> None:
         """Nothing is kept."""
@@ -136,6 +143,51 @@ def test_tasks_that_share_a_void_block_go_on(base: VllmConfig, hasher: Any, sour
     assert all(made.requests[name].output_token_ids for name in ("a", "b"))
     made.add_task(fresh("c", PROMPT, hasher), [])
     assert step(made)["c"] == len(PROMPT) - 2 * BLOCK, "from then on others hit it"
+
+
+@pytest.fixture
+def sharing(base: VllmConfig, hasher: Any, source: Source) -> ModeScheduler:
+    """A scheduler whose task `a` computes a block again that `b`, which is longer, counts on."""
+    made = scheduler_of(base, 1, 2, 3)
+    made.use_connector(BlockConnector(made, (source,)))
+    made.add_task(fresh("other", [5] * 20, hasher), [])
+    step(made)
+    source.void, source.most = {2}, 2
+    for name, tail in (("a", ()), ("b", range(2 * BUDGET - 22))):
+        made.add_task(fresh(name, [*PROMPT, *tail], hasher), [])
+    plan = made.plan_step(lambda: None)
+    assert ids(made, "a")[:2] == ids(made, "b")[:2]
+    source.is_empty = True
+    finish(made, plan)
+    computed = {name: made.requests[name].num_computed_tokens for name in "ab"}
+    assert computed == {"a": BLOCK, "b": 2 * BLOCK}
+    return made
+
+
+def test_a_task_keeps_its_place_while_others_count_on_what_it_computes_again(
+    sharing: ModeScheduler,
+) -> None:
+    """Tasks before it would be computed from a void block, or preempt it for one of their own."""
+    sharing.requests["a"].priority = PRIORITY_OF_TIER[Tier.BATCH]
+    is_short = sharing.blocks_free < len(sharing.running) + BUDGET // BLOCK
+    assert is_short, "else none would change places"
+    assert step(sharing)["a"] == len(PROMPT) - BLOCK
+    for _ in range(3):
+        step(sharing)
+    order = [each.request_id for each in sharing.running]
+    assert order == ["other", "b", "a"], "it has what it had"
+
+
+def test_no_prompt_is_paced_of_which_others_count_on_what_it_computes_again(
+    sharing: ModeScheduler,
+) -> None:
+    plan = sharing.plan_step(lambda: None, pace_tokens=8)
+    assert finish(sharing, plan)["a"] == len(PROMPT) - BLOCK
+    for _ in range(3):
+        step(sharing)
+    sharing.add_task(fresh("new", [6] * 60, None), [])
+    plan = sharing.plan_step(lambda: None, pace_tokens=8)
+    assert finish(sharing, plan)["new"] < 60, "then prompts are paced again"
 
 
 def test_stages_get_no_step_after_one_whose_loads_may_be_void(

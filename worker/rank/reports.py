@@ -18,7 +18,8 @@ from coordinator.protocol.messages.rank import (
 )
 from coordinator.protocol.messages.tasks import HeldTask, TaskProgress
 from coordinator.protocol.switch_participant import SwitchParticipant
-from worker.rank.engine import Engine, EngineFacts
+from coordinator.protocol.terms import TaskId, Tier
+from worker.rank.engine import Engine, EngineFacts, EngineScheduler
 from worker.rank.led_tasks import LedTask
 from worker.rank.runtime import GroupRuntime
 from worker.spec import modes_widths, part_of
@@ -103,7 +104,13 @@ class Reports:
             free_pages_after_commit=migration.free_pages_after_commit,
             oom_formation=oom_formation,
             precopy=migration.precopy.progress,
+            urgent_waiting=self._urgent_in(scheduler) if waiting else 0,
         )
+
+    def _urgent_in(self, scheduler: EngineScheduler | None) -> int:
+        names = scheduler.not_holding() if scheduler is not None else ()
+        held = [self._runtime.book.get(TaskId(name)) for name in names]
+        return sum(led is not None and led.header.tier is not Tier.BATCH for led in held)
 
     def _read_gauges(self, now_ns: int) -> None:
         if self._gauges_due_ns is None or now_ns >= self._gauges_due_ns:

@@ -200,7 +200,8 @@ class GroupRuntime:
             self.drop(header.task, led.attempt)
         generated = list(place.generated_tokens)
         try:
-            self._mode.scheduler.add_task(self.engine.intake.request(place.payload), generated)
+            request = self.engine.intake.request(place.payload)
+            self._mode.scheduler.add_task(request, generated, is_aged=place.is_aged)
         except Exception:  # Any error of vLLM fails this task alone.
             # The error may quote the request: it is neither logged nor passed on.
             log.exception("task_refused", task=header.task)

@@ -53,6 +53,8 @@ class RunningState:
     preemptions: int = 0
     """How often it has lost its blocks in this group: between two losses, full ones stay true."""
     since: list[int] = field(default_factory=list)
+    priority: int = 0
+    """vLLM's; that of an aged batch task is not its tier's."""
 
     def tokens(self, first: int = 0) -> list[int]:
         """Return the generated tokens from this one on."""
@@ -74,6 +76,7 @@ class RunningState:
             progress.prefill_stats,
             self.preemptions,
             self.since + progress.tokens,
+            self.priority,
         )
 
     def full_blocks(self, block_tokens: int, written: Blocks) -> Blocks:

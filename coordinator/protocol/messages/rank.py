@@ -208,6 +208,8 @@ class Report(Message, frozen=True):
     """The formation in which a step of this rank ran out of device memory; 0 is none. It is
     reported until the rank serves in another one."""
     precopy: PreCopyProgress | None = None
+    urgent_waiting: int = 0
+    """How many of the `waiting` tasks are urgent: interactive or standard."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -271,6 +273,8 @@ class Place(Message, frozen=True):
     generated_tokens: tuple[int, ...] = ()
     waited_ms: int = 0
     """How long ago the task entered the pool."""
+    is_aged: bool = False
+    """It is a batch task that was placed for its age, so it makes room for none."""
 
 
 class Drop(Message, frozen=True):

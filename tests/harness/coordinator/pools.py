@@ -24,11 +24,11 @@ def group(
     blocks: int = 10,
     max_tasks: int = 4,
     cut_off: str = "",
-    waiting: int = 0,
+    urgent_waiting: int = 0,
 ) -> OpenGroup:
     binding = Binding(Group((leader,), Mode.DP), 1)
     unreachable = frozenset({cut_off})
-    return OpenGroup(binding, max_tasks, blocks, 16, cut_off=unreachable, waiting=waiting)
+    return OpenGroup(binding, max_tasks, blocks, 16, 0, unreachable, urgent_waiting)
 
 
 def pool(*, recovering: bool = False) -> TaskPool:

@@ -37,9 +37,9 @@ BUDGET = 96
 """Tokens of one step."""
 
 
-def base_config() -> VllmConfig:
+def base_config(*options: str) -> VllmConfig:
     """Configuration of the demo model."""
-    args = ["--dtype", "float32", "--max-model-len", "256"]
+    args = ["--dtype", "float32", "--max-model-len", "256", *options]
     config = check_config(
         {
             "model": {

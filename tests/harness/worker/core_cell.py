@@ -21,7 +21,16 @@ from coordinator.protocol.messages.rank import (
 )
 from coordinator.protocol.messages.tasks import TaskReturned
 from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Binding, Carry, Phase, ReturnCause, Stage, Target, TaskId
+from coordinator.protocol.terms import (
+    Binding,
+    Carry,
+    Phase,
+    ReturnCause,
+    Stage,
+    Target,
+    TaskId,
+    Tier,
+)
 from tests.harness.coordinator.builders import directive, header, target
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_rank import PROMPT, FakeRank
@@ -201,11 +210,16 @@ class CoreCell:
         return self.ranks[self.target.bindings[group].group.leader]
 
     def place_task(
-        self, name: str, group: int = 0, prompt: Sequence[int] = PROMPT, tokens: int = 30
+        self,
+        name: str,
+        group: int = 0,
+        prompt: Sequence[int] = PROMPT,
+        tokens: int = 30,
+        tier: Tier = Tier.STANDARD,
     ) -> None:
         """Give a task to the leader of a group."""
         self.prompts[name] = tuple(prompt)
-        given = header(name, prompt=len(prompt), max_tokens=tokens)
+        given = header(name, prompt=len(prompt), max_tokens=tokens, tier=tier)
         payload = fake_payload(name, prompt, tokens)
         self.leader_of(group).hear(Place(given, 1, self.target.bindings[group], payload))
 

@@ -412,14 +412,15 @@ class FakeScheduler:
 
     # ------------------------------------------------------------------ tasks
 
-    def add_task(self, request: FakeRequest, generated: list[int]) -> None:
+    def add_task(
+        self, request: FakeRequest, generated: list[int], *, is_aged: bool = False
+    ) -> None:
         request.tokens = list(generated)
         self.requests[request.name] = request
         self.waiting.append(request)
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
-        names = [name for name in request_ids if name in self.requests]
-        return {name: self._remove(name).tokens for name in names}
+        return {n: self._remove(n).tokens for n in request_ids if n in self.requests}
 
     def _remove(self, name: str) -> FakeRequest:
         request = self.requests.pop(name)

@@ -17,6 +17,7 @@ from coordinator.model.events import (
     RankReported,
     SwitchRecorded,
     SwitchWanted,
+    Tick,
     ToGateway,
     ToRank,
 )
@@ -31,9 +32,9 @@ from coordinator.protocol.messages.gateway import (
     StreamGap,
     TaskFailed,
 )
-from coordinator.protocol.messages.rank import Directive, Report, SwitchTimes
-from coordinator.protocol.messages.tasks import HeldTask
-from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
+from coordinator.protocol.messages.rank import Directive, GiveBack, Report, SwitchTimes
+from coordinator.protocol.messages.tasks import HeldTask, TaskProgress
+from coordinator.protocol.terms import Carry, Phase, Stage, TaskId, Tier
 from tests.harness.coordinator.builders import header, hello, layout, report, submit
 from tests.transcripts.cell import PAGES, Cell
 
@@ -294,6 +295,23 @@ def test_a_second_hello_within_a_session_is_noted() -> None:
     cell = serving()
     cell.say(GatewayHello(1, "g"))
     assert cell.take() == [Note(Level.WARNING, "gateway_hello_repeated", {"gateway": "g"})]
+
+
+def test_tasks_that_lost_their_room_get_it_back_without_a_queue() -> None:
+    cell = serving("dp1")
+    for name, tier in (("batch", Tier.BATCH), ("urgent", Tier.INTERACTIVE)):
+        cell.say(submit(name, prompt=40, max_tokens=110, tier=tier))
+    cell.settle()
+    cell.take()
+    assert placed_tasks(cell) == ["placed"] * 2
+    cell.now_ms = 1_000
+    grown = TaskProgress(TaskId("batch"), 100, paused=False)
+    known = cell.ranks[Rank(0)].report(cell.now_ms, progress=[grown])
+    cell.event(RankReported(Rank(0), msgspec.structs.replace(known, urgent_waiting=1)))
+    assert placed_tasks(cell) == ["placed"] * 2
+    cell.event(Tick())
+    asked = [e.message for e in cell.take() if isinstance(e, ToRank)]
+    assert GiveBack(TaskId("batch")) in asked
 
 
 def test_ten_thousand_tasks_are_no_burden() -> None:

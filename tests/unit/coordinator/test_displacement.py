@@ -132,28 +132,72 @@ def grown(*tiers: Tier) -> TaskPool:
 def test_an_urgent_task_that_lost_its_room_in_its_group_gets_it_back() -> None:
     tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
     assert tasks.place([group()], LATE_MS) == [], "none waits"
-    assert names(tasks.place([group(waiting=1)], LATE_MS), GiveBack) == ["old1"]
+    assert names(tasks.place([group(urgent_waiting=1)], LATE_MS), GiveBack) == ["old1"]
     assert state(tasks, TaskId("old1")) is State.RETURNING
-    assert tasks.place([group(waiting=1)], 2 * LATE_MS) == [], "the others fit"
+    assert tasks.place([group(urgent_waiting=1)], 2 * LATE_MS) == [], "the others fit"
+
+
+def test_all_batch_tasks_make_room_where_they_alone_do_not_suffice() -> None:
+    """The urgent task that waits may be smaller than what they leave."""
+    tasks = grown(Tier.STANDARD, Tier.STANDARD, Tier.BATCH)
+    tasks.progress(ZERO, [TaskProgress(TaskId("old0"), 90, paused=False)], 0)
+    assert names(tasks.place([group(urgent_waiting=1)], LATE_MS), GiveBack) == ["old2"]
+    assert tasks.place([group(urgent_waiting=1)], 2 * LATE_MS) == []
+
+
+def test_a_group_that_was_filled_exactly_has_not_outgrown_its_kv() -> None:
+    """As placement counts: four, four and two blocks, and one for what each of the first wastes."""
+    tasks = pool()
+    for name, prompt, tier in (
+        ("urgent", 47, Tier.STANDARD),
+        ("batch", 47, Tier.BATCH),
+        ("small", 20, Tier.BATCH),
+    ):
+        tasks.submit(submit(name, prompt=prompt, tier=tier), 0)
+        assert names(tasks.place([group()], 0), Place) == [name]
+    assert tasks.place([group(urgent_waiting=1)], LATE_MS) == []
+
+
+def test_an_aged_task_makes_no_room_in_its_group() -> None:
+    tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
+    tasks.tasks[TaskId("old1")].is_promoted = True
+    assert names(tasks.place([group(urgent_waiting=1)], LATE_MS), GiveBack) == ["old0"]
+
+
+def test_a_task_is_placed_as_aged_if_it_has_its_turn_for_its_age() -> None:
+    tasks = pool()
+    tasks.change_bounds(QueueBounds(1_000), ageing_ms=1_000)
+    tasks.submit(submit("old", prompt=PROMPT, tier=Tier.BATCH), 0)
+    for number in range(20):
+        tasks.submit(submit(f"i{number}", prompt=PROMPT, tier=Tier.INTERACTIVE), 1_999)
+    placed: dict[str, bool] = {}
+    while "old" not in placed:
+        for effect in tasks.place([group()], 2_000):
+            assert isinstance(effect, ToRank)
+            assert isinstance(effect.message, Place)
+            placed[str(effect.message.header.task)] = effect.message.is_aged
+        for name in placed:
+            tasks.release(TaskId(name), is_done=True)
+    assert [name for name, is_aged in placed.items() if is_aged] == ["old"]
 
 
 def test_tasks_that_wait_while_all_fit_cost_none() -> None:
     tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
-    assert tasks.place([group(waiting=1, blocks=16)], LATE_MS) == []
+    assert tasks.place([group(urgent_waiting=1, blocks=16)], LATE_MS) == []
 
 
 def test_a_task_that_has_just_come_may_wait_a_moment() -> None:
     tasks = grown(Tier.BATCH, Tier.BATCH, Tier.STANDARD)
     placed_ms = 2
-    assert tasks.place([group(waiting=1)], placed_ms + DISPLACE_AFTER_MS - 1) == []
+    assert tasks.place([group(urgent_waiting=1)], placed_ms + DISPLACE_AFTER_MS - 1) == []
     late_ms = placed_ms + DISPLACE_AFTER_MS - 1 + LOOK_EVERY_MS
-    assert names(tasks.place([group(waiting=1)], late_ms), GiveBack) == ["old1"]
+    assert names(tasks.place([group(urgent_waiting=1)], late_ms), GiveBack) == ["old1"]
 
 
 @pytest.mark.parametrize("tier", [Tier.BATCH, Tier.STANDARD])
 def test_a_group_of_one_kind_of_tasks_is_left_to_its_scheduler(tier: Tier) -> None:
     tasks = grown(tier, tier, tier)
-    assert tasks.place([group(waiting=1)], LATE_MS) == []
+    assert tasks.place([group(urgent_waiting=1)], LATE_MS) == []
 
 
 def served(tasks: TaskPool, groups: list[OpenGroup], now_ms: int) -> list[str]:

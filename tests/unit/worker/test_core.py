@@ -7,7 +7,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Stop
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_actions import Reshard, Resolve
-from coordinator.protocol.terms import Carry, EndCause, Phase, ReturnCause, Stage, TaskId
+from coordinator.protocol.terms import Carry, EndCause, Phase, ReturnCause, Stage, TaskId, Tier
 from tests.harness.worker.core_cell import CoreCell, CoreRank, drop, kinds
 from tests.harness.worker.fake_engine import FakeCell
 from tests.harness.worker.fake_scheduler import token_at
@@ -141,6 +141,17 @@ def test_a_new_coordinator_hears_of_a_commit_that_the_rank_has_only_read() -> No
     report = core.handle(HelloWanted(), 1)
     assert isinstance(report, SendReport)
     assert (report.report.stage.phase, report.report.moved) == (Phase.MOVE, 2)
+
+
+def test_a_leader_counts_the_urgent_among_its_waiting_tasks() -> None:
+    cell = CoreCell("dp1", world=1, pages=5)
+    (rank,) = cell.ranks
+    for name in "abcd":
+        cell.place_task(name, tier=Tier.STANDARD if name == "c" else Tier.BATCH)
+    rank.turn(3)
+    report = rank.reports[-1]
+    assert (report.running, report.waiting) == (2, 2)
+    assert report.urgent_waiting == 1
 
 
 def test_who_is_to_stop_reports_and_waits_for_nothing() -> None:

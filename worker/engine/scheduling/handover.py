@@ -105,6 +105,7 @@ def running_state(
         list[bytes](request.block_hashes),
         request.prefill_stats,
         request.num_preemptions,
+        priority=request.priority,
     )
 
 
@@ -113,6 +114,7 @@ def restore(request: Request, state: RunningState, hasher: Any) -> None:
     request._block_hasher = None  # The state has the hashes.
     request.append_output_token_ids(state.tokens(request.num_output_tokens))
     request.num_computed_tokens = state.computed
+    request.priority = state.priority
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:
         request.sampling_params.prompt_logprobs = None  # Already reported.

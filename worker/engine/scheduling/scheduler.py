@@ -39,9 +39,9 @@ from worker.engine.scheduling.micro_batches import AHEAD_MAX, is_due, schedule_s
 from worker.engine.scheduling.movable import are_cached, can_move, progress_since, written_blocks
 from worker.engine.scheduling.new_tasks import Tokens
 from worker.engine.scheduling.pace import schedule_paced
+from worker.engine.scheduling.preemption import CatchingUp, make_room, protect, put_batch_last
 from worker.engine.scheduling.quick_slots import use_quick_slots
 from worker.engine.scheduling.step_plan import StepPlan, with_own_mask
-from worker.engine.scheduling.tier_order import put_urgent_first
 from worker.engine.scheduling.token_rows import whole_tokens
 from worker.engine.scheduling.void_blocks import forget_void, preempt_readers, with_void_blocks
 from worker.engine.scheduling.watched_pool import watch
@@ -87,6 +87,7 @@ class ModeScheduler(Scheduler):
         self._finished_chains = FinishedChains(self.block_size)
         self._unregistered: list[Request] = []
         """Migrated tasks whose blocks are not registered for hits yet."""
+        self._catching_up = CatchingUp()
         self._gone: set[str] = set()
         """Tasks that migrated away but were not removed from vLLM yet."""
         self.blocks: BlockConnector | None = None
@@ -102,8 +103,10 @@ class ModeScheduler(Scheduler):
         """Enter full blocks into the group's directory from now on."""
         self.entries = watch(self.kv_cache_manager.block_pool, directory)
 
-    def add_task(self, request: Request, generated: list[int]) -> None:
+    def add_task(self, request: Request, generated: list[int], *, is_aged: bool = False) -> None:
         """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
+        if is_aged:
+            protect(request)
         if generated:
             request.append_output_token_ids(generated)
             request.prefill_stats = None  # The first attempt reported it.
@@ -146,11 +149,13 @@ class ModeScheduler(Scheduler):
             self.blocks.look()
         if self.entries is not None:
             self.entries.is_planning = True
-        put_urgent_first(self)
+        put_batch_last(self, self._catching_up)
         if stages > 1:
             output = schedule_share(self, stages, self.ahead_max)
+        elif pace_tokens is None or self._catching_up.any_of(self.requests):
+            output = self.schedule()
         else:
-            output = self.schedule() if pace_tokens is None else schedule_paced(self, pace_tokens)
+            output = schedule_paced(self, pace_tokens)
         if self.entries is not None:
             self.entries.is_planning = False
             if output.num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
@@ -160,7 +165,7 @@ class ModeScheduler(Scheduler):
         if not output.total_num_scheduled_tokens:
             if self.blocks is not None:
                 self.blocks.idle()
-            self._make_room()
+            make_room(self)
         if getattr(output, "pending_structured_output_tokens", False):
             settle()
         new = [each.req_id for each in output.scheduled_new_reqs]
@@ -191,21 +196,6 @@ class ModeScheduler(Scheduler):
             return True
         return any(is_due(each, self.ahead_max) for each in self.running)
 
-    def _make_room(self) -> None:
-        """Preempt a migrated waiting task if all of them wait for a block.
-
-        vLLM preempts running tasks only; these arrived with all blocks in use, and none runs yet.
-        """
-        waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
-        if self.running or not waiting:
-            return
-        last = waiting[-1]
-        self.kv_holding_waiting.remove_request(last)
-        self.kv_cache_manager.free(last)
-        last.num_computed_tokens = 0
-        last.num_preemptions += 1
-        self.waiting.prepend_request(last)
-
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return the outputs for their clients."""
         self._counts.computed_tokens += plan.tokens
@@ -220,7 +210,7 @@ class ModeScheduler(Scheduler):
         with of_step:
             by_client = self.update_from_output(plan.output, result)
         if void:
-            forget_void(self, void)
+            self._catching_up.note(forget_void(self, void))
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
     def _without_void(

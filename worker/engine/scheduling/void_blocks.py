@@ -37,12 +37,15 @@ def with_void_blocks(result: ModelRunnerOutput, void: set[int]) -> ModelRunnerOu
     return replace(result, kv_connector_output=KVConnectorOutput(invalid_block_ids=void))
 
 
-def forget_void(scheduler: VoidReader, void: set[int]) -> None:
-    """Let nobody hit void blocks, nor what read them; the first task of each enters it again.
+def forget_void(scheduler: VoidReader, void: set[int]) -> list[Request]:
+    """Let nobody hit void blocks, nor what read them; returns the tasks that have some.
+
+    The first task of each enters it again.
 
     vLLM leaves them in its cache, as the next step computes them: but the task may end first.
     """
     registered, known = scheduler._manager.num_cached_block, set[int]()
+    readers = []
     for request in scheduler.running:
         blocks = scheduler._blocks_of(request.request_id)
         first = _first(blocks, void)
@@ -52,6 +55,8 @@ def forget_void(scheduler: VoidReader, void: set[int]) -> None:
             name = request.request_id
             registered[name] = min(next(own, len(blocks)), registered.get(name, 0))
             known.update(blocks[first:])
+            readers.append(request)
+    return readers
 
 
 def preempt_readers(scheduler: VoidReader, void: set[int]) -> None:

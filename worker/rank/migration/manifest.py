@@ -107,7 +107,7 @@ class Manifest:
 _Bare = tuple[
     tuple[TaskHeader, int, int, bytes],
     tuple[str, bytes, int, int, int],
-    tuple[list[bytes], Any, int, list[int]],
+    tuple[list[bytes], Any, int, list[int], int],
 ]
 """The fields of a `TaskSnapshot`: before its state, and of its state around the blocks."""
 
@@ -117,7 +117,7 @@ def _without_blocks(cargo: TaskSnapshot) -> _Bare:
     return (
         (cargo.header, cargo.attempt, cargo.emitted, cargo.payload),
         (state.task, state.generated, state.count, state.computed, state.settled),
-        (state.hashes, state.prefill_stats, state.preemptions, state.since),
+        (state.hashes, state.prefill_stats, state.preemptions, state.since, state.priority),
     )
 
 
