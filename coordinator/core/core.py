@@ -440,8 +440,8 @@ class Core:
         if self._switcher.is_speculating:
             bindings = self._switcher.target.bindings
             idle = {each.leader for each in groups if each.binding not in bindings}
-            to = [e.rank for e in placed if isinstance(e, ToRank) and isinstance(e.message, Place)]
-            begun = sum(rank in idle for rank in to)
+            to_ranks = [each for each in placed if isinstance(each, ToRank)]
+            begun = sum(isinstance(e.message, Place) and e.rank in idle for e in to_ranks)
             self._switcher.log.count(Carry.SPECULATE, begun)
         return placed
 

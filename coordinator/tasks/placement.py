@@ -2,11 +2,11 @@
 
 A group has room for a task while it holds fewer than `max_tasks` tasks and has blocks left for the
 task's tokens so far. Later growth its scheduler handles by preemption, and where that hits urgent
-tasks, batch tasks make room (`displacement.py`). The group with the fewest
-tokens per rank is chosen, the lowest leader at a tie; prompt tokens that a group has read before
-count in its favour. A round goes through the queue in order. A task without room claims the least
-loaded group that could hold it, so later tasks do not take the room it waits for;
-`LOOK_AHEAD_TASKS` such tasks close their tier for the round.
+tasks, batch tasks make room (`displacement.py`). The group with the fewest tokens per rank is
+chosen, the lowest leader at a tie; prompt tokens that a group has read before count in its favour.
+A round goes through the queue in order. A task without room claims the least loaded group that
+could hold it, so later tasks do not take the room it waits for; `LOOK_AHEAD_TASKS` such tasks close
+their tier for the round.
 """
 
 from collections import Counter

@@ -157,7 +157,7 @@ def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
         payload=task.payload,
         generated_tokens=task.tokens,
         waited_ms=now_ms - task.arrived_ms,
-        is_aged=task.is_promoted,
+        is_promoted=task.is_promoted,
     )
     return ToRank(binding.group.leader, place)
 

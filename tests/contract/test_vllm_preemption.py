@@ -49,11 +49,11 @@ def names(tasks: Iterable[Any]) -> list[str]:
     return [each.request_id for each in tasks]
 
 
-def crowded(base: Any, *tiers: Tier, aged: int | None = None, **kind: Any) -> Any:
+def crowded(base: Any, *tiers: Tier, promoted: int | None = None) -> Any:
     """A scheduler whose tasks, named by their order, all need another block next, and find one."""
-    scheduler = scheduler_of(base, 1, **kind)
+    scheduler = scheduler_of(base, 1)
     for number, tier in enumerate(tiers):
-        add(scheduler, str(number), tier, is_aged=number == aged)
+        add(scheduler, str(number), tier, is_promoted=number == promoted)
     for _ in range(TILL_FULL):
         step(scheduler)
     assert scheduler.blocks_free == 1
@@ -108,25 +108,30 @@ def test_tasks_with_a_step_in_flight_are_ordered_too(base: Any) -> None:
 
 
 def test_a_task_that_was_placed_for_its_age_is_preempted_as_others(base: Any) -> None:
-    scheduler = crowded(base, Tier.BATCH, Tier.BATCH, Tier.INTERACTIVE, aged=1)
+    scheduler = crowded(base, Tier.BATCH, Tier.BATCH, Tier.INTERACTIVE, promoted=1)
     assert step(scheduler).keys() == {"1", "2"}
-    scheduler = crowded(base, Tier.BATCH, Tier.INTERACTIVE, Tier.INTERACTIVE, aged=0)
+    scheduler = crowded(base, Tier.BATCH, Tier.INTERACTIVE, Tier.INTERACTIVE, promoted=0)
     assert step(scheduler).keys() == {"0", "1"}
 
 
-def test_it_stays_so_where_another_group_goes_on_with_it(base: Any) -> None:
-    hasher = hasher_of(base)
-    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
-    for name, is_aged in (("aged", True), ("young", False)):
-        add(old, name, Tier.BATCH, is_aged=is_aged)
-    step(old)
-    states = states_of(old)
+def moved(old: Any) -> Any:
+    """A scheduler that goes on with another's tasks, each of which has one block."""
+    new = scheduler_of(old.vllm_config)
+    hasher = hasher_of(old.vllm_config)
     tasks = [
-        (restored(name, prompt_of(name, PROMPT), states[name], hasher), np.array([4 + number]))
-        for number, name in enumerate(("aged", "young"))
+        (restored(name, prompt_of(name, PROMPT), state, hasher), np.array([4 + number]))
+        for number, (name, state) in enumerate(states_of(old).items())
     ]
     new.adopt(tasks, [], np.array([1]), np.array([]))
-    assert {name: yields(each) for name, each in new.requests.items()} == {
+    return new
+
+
+def test_it_stays_so_where_another_group_goes_on_with_it(base: Any) -> None:
+    old = scheduler_of(base, 1, 2)
+    for name, is_promoted in (("aged", True), ("young", False)):
+        add(old, name, Tier.BATCH, is_promoted=is_promoted)
+    step(old)
+    assert {name: yields(each) for name, each in moved(old).requests.items()} == {
         "aged": False,
         "young": True,
     }
@@ -162,24 +167,13 @@ def test_vllms_own_order_by_priority_stays(base: Any) -> None:
     assert "4" in step(scheduler)
 
 
-def adopted(base: Any, *tiers: Tier) -> Any:
-    """A scheduler with tasks of another group, which all wait for a block where there is none."""
-    hasher = hasher_of(base)
-    old, new = scheduler_of(base, 1), scheduler_of(base)
-    for number, tier in enumerate(tiers):
+def test_of_tasks_that_came_with_all_blocks_in_use_a_batch_task_loses_its_own(base: Any) -> None:
+    old = scheduler_of(base, 1)
+    for number, tier in enumerate((Tier.BATCH, Tier.INTERACTIVE, Tier.BATCH, Tier.INTERACTIVE)):
         add(old, str(number), tier)
     for _ in range(TILL_FULL):
         step(old)
-    states, tasks = states_of(old), []
-    for number, _ in enumerate(tiers):
-        request = restored(str(number), prompt_of(str(number), PROMPT), states[str(number)], hasher)
-        tasks.append((request, np.array([4 + number])))
-    new.adopt(tasks, [], np.array([1]), np.array([]))
-    return new
-
-
-def test_of_tasks_that_came_with_all_blocks_in_use_a_batch_task_loses_its_own(base: Any) -> None:
-    new = adopted(base, Tier.BATCH, Tier.INTERACTIVE, Tier.BATCH, Tier.INTERACTIVE)
+    new = moved(old)
     assert new.blocks_free == 0
     assert not step(new)
     assert names(new.waiting) == ["2"]

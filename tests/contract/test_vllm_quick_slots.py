@@ -70,7 +70,9 @@ def ran(
     return found, asked
 
 
-@pytest.mark.parametrize(("kind", "ahead"), [(ModeScheduler, 0), (AsyncModeScheduler, 1)])
+@pytest.mark.parametrize(
+    ("kind", "ahead", "asked_max"), [(ModeScheduler, 0, 0.4), (AsyncModeScheduler, 1, 0.45)]
+)
 @pytest.mark.parametrize("is_caching", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_steps_are_those_of_vllm(
@@ -81,17 +83,18 @@ def test_steps_are_those_of_vllm(
     lookahead: int,
     kind: type[ModeScheduler],
     ahead: int,
+    asked_max: float,
 ) -> None:
     """With tasks that begin, end, fill blocks and are preempted."""
     monkeypatch.setattr(base.cache_config, "enable_prefix_caching", is_caching)
     given = lookahead, kind, ahead
-    quick = [ran(base, hasher, seed, *given) for seed in range(3)]
+    quick = [ran(base, hasher, seed, *given) for seed in range(6)]
     with monkeypatch.context() as patch:
         patch.setattr(scheduler_module, "use_quick_slots", lambda _manager: None)
-        own = [ran(base, hasher, seed, *given) for seed in range(3)]
+        own = [ran(base, hasher, seed, *given) for seed in range(6)]
     assert [each for each, _ in quick] == [each for each, _ in own]
     assert any(preempted for steps, _ in own for _, _, preempted, *_ in steps)
-    assert sum(asked for _, asked in quick) < 0.5 * sum(asked for _, asked in own)
+    assert sum(asked for _, asked in quick) < asked_max * sum(asked for _, asked in own)
 
 
 def test_a_cell_with_other_attention_keeps_vllms_way(

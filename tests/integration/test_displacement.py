@@ -21,7 +21,6 @@ ARGUMENTS = [
 ]
 """KV for 1,504 tokens."""
 PROMPT_TOKENS, TOKENS = 200, 750
-ENDLESS: dict[str, Any] = {"ignore_eos": True}
 FULL_TOKENS = 80
 """With as many tokens of each of the five, there is no room for a sixth.
 
@@ -36,19 +35,21 @@ def prompt(name: str) -> list[int]:
     return random.Random(name).choices(range(10, 4000), k=PROMPT_TOKENS)
 
 
+def submit(client: TaskClient, tier: Tier, tokens: int, *names: str) -> None:
+    for name in names:
+        client.submit(name, prompt(name), tier=tier, max_tokens=tokens, ignore_eos=True)
+
+
 async def test_batch_streams_make_room_and_stay_exact(tmp_path: Path, record_property: Any) -> None:
     with bare_cell(tmp_path, ranks=1, engine_args=ARGUMENTS) as cell:
         client = TaskClient()
         async with client.connected(cell):
             names = [f"batch-{number}" for number in range(5)]
-            for name in names:
-                client.submit(name, prompt(name), tier=Tier.BATCH, max_tokens=TOKENS, **ENDLESS)
+            submit(client, Tier.BATCH, TOKENS, *names)
             while min(len(client.streams[name].tokens) for name in names) < FULL_TOKENS:
                 await asyncio.sleep(0.005)
             asked_s = time.monotonic()
-            client.submit(
-                "urgent", prompt("urgent"), tier=Tier.INTERACTIVE, max_tokens=20, **ENDLESS
-            )
+            submit(client, Tier.INTERACTIVE, 20, "urgent")
             await client.wait_first_tokens("urgent")
             first_s = time.monotonic() - asked_s
             assert not any(client.streams[name].finished for name in names), "none had to end"
@@ -67,16 +68,9 @@ async def test_streams_that_grow_into_the_kv_of_an_urgent_one_make_room_again(
         client = TaskClient()
         async with client.connected(cell):
             names = [f"batch-{number}" for number in range(3)]
-            for name in names:
-                client.submit(name, prompt(name), tier=Tier.BATCH, max_tokens=TOKENS, **ENDLESS)
+            submit(client, Tier.BATCH, TOKENS, *names)
             await client.wait_first_tokens(*names)
-            client.submit(
-                "urgent",
-                prompt("urgent"),
-                tier=Tier.INTERACTIVE,
-                max_tokens=GROWN_TOKENS,
-                **ENDLESS,
-            )
+            submit(client, Tier.INTERACTIVE, GROWN_TOKENS, "urgent")
             (urgent,) = await client.finish("urgent")
             assert not any(client.streams[name].finished for name in names), "none had to end"
             pause_s = max(after - before for before, after in pairwise(urgent.times))
@@ -89,6 +83,6 @@ async def check_exact(client: TaskClient, streams: dict[str, Stream]) -> None:
     """Compare streams with those of the same requests alone."""
     for name, stream in streams.items():
         tokens = len(stream.tokens)
-        client.submit(f"calm-{name}", prompt(name), max_tokens=tokens, **ENDLESS)
+        client.submit(f"calm-{name}", prompt(name), max_tokens=tokens, ignore_eos=True)
         (calm,) = await client.finish(f"calm-{name}")
         assert stream.tokens == calm.tokens

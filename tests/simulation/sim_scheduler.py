@@ -107,10 +107,10 @@ class SimScheduler(FakeScheduler):
     def has_more(self) -> bool:
         return not self.may_be_void and super().has_more
 
-    def add_task(self, request: Any, generated: list[int], *, is_aged: bool = False) -> None:
+    def add_task(self, request: Any, generated: list[int], *, is_promoted: bool = False) -> None:
         """See `EngineScheduler`, as all that follows."""
         request.stay = Stay(next(self.stays))
-        super().add_task(request, generated, is_aged=is_aged)
+        super().add_task(request, generated, is_promoted=is_promoted)
 
     def adopt(
         self,

@@ -200,10 +200,10 @@ class EngineScheduler(Protocol):
 
     # -- tasks
 
-    def add_task(self, request: Any, generated: list[int], *, is_aged: bool = False) -> None:
+    def add_task(self, request: Any, generated: list[int], *, is_promoted: bool = False) -> None:
         """Add a fresh request of `Intake`; earlier attempts made its `generated` tokens.
 
-        An aged batch task keeps its KV as tasks of other tiers do.
+        A batch task that was placed for its age keeps its KV as tasks of other tiers do.
         """
 
     def holding(self) -> list[str]:

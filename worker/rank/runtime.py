@@ -201,7 +201,7 @@ class GroupRuntime:
         generated = list(place.generated_tokens)
         try:
             request = self.engine.intake.request(place.payload)
-            self._mode.scheduler.add_task(request, generated, is_aged=place.is_aged)
+            self._mode.scheduler.add_task(request, generated, is_promoted=place.is_promoted)
         except Exception:  # Any error of vLLM fails this task alone.
             # The error may quote the request: it is neither logged nor passed on.
             log.exception("task_refused", task=header.task)

@@ -54,7 +54,7 @@ class RunningState:
     """How often it has lost its blocks in this group: between two losses, full ones stay true."""
     since: list[int] = field(default_factory=list)
     priority: int = 0
-    """vLLM's; that of an aged batch task is not its tier's."""
+    """vLLM's; that of a batch task that was placed for its age is not its tier's."""
 
     def tokens(self, first: int = 0) -> list[int]:
         """Return the generated tokens from this one on."""

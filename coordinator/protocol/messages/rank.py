@@ -273,7 +273,7 @@ class Place(Message, frozen=True):
     generated_tokens: tuple[int, ...] = ()
     waited_ms: int = 0
     """How long ago the task entered the pool."""
-    is_aged: bool = False
+    is_promoted: bool = False
     """It is a batch task that was placed for its age, so it makes room for none."""
 
 

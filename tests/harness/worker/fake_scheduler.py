@@ -413,7 +413,7 @@ class FakeScheduler:
     # ------------------------------------------------------------------ tasks
 
     def add_task(
-        self, request: FakeRequest, generated: list[int], *, is_aged: bool = False
+        self, request: FakeRequest, generated: list[int], *, is_promoted: bool = False
     ) -> None:
         request.tokens = list(generated)
         self.requests[request.name] = request

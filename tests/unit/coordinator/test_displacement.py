@@ -175,10 +175,10 @@ def test_a_task_is_placed_as_aged_if_it_has_its_turn_for_its_age() -> None:
         for effect in tasks.place([group()], 2_000):
             assert isinstance(effect, ToRank)
             assert isinstance(effect.message, Place)
-            placed[str(effect.message.header.task)] = effect.message.is_aged
+            placed[str(effect.message.header.task)] = effect.message.is_promoted
         for name in placed:
             tasks.release(TaskId(name), is_done=True)
-    assert [name for name, is_aged in placed.items() if is_aged] == ["old"]
+    assert [name for name, is_promoted in placed.items() if is_promoted] == ["old"]
 
 
 def test_tasks_that_wait_while_all_fit_cost_none() -> None:

@@ -16,7 +16,7 @@ USUAL_PRIORITY = 0
 
 
 def yields(request: Request) -> bool:
-    """Return whether a task's KV goes before others': that of batch tasks, unless they are aged."""
+    """Return whether a task's KV goes before others': of batch, unless placed for its age."""
     return bool(request.priority > USUAL_PRIORITY)
 
 

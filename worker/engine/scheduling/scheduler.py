@@ -103,9 +103,11 @@ class ModeScheduler(Scheduler):
         """Enter full blocks into the group's directory from now on."""
         self.entries = watch(self.kv_cache_manager.block_pool, directory)
 
-    def add_task(self, request: Request, generated: list[int], *, is_aged: bool = False) -> None:
+    def add_task(
+        self, request: Request, generated: list[int], *, is_promoted: bool = False
+    ) -> None:
         """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
-        if is_aged:
+        if is_promoted:
             protect(request)
         if generated:
             request.append_output_token_ids(generated)
