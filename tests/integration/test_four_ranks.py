@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell
 from tests.harness.cells.crossing import LAYOUTS, TASKS, Calm, run
+from tests.harness.cells.random_load import settle
 from tests.harness.cells.shared import PAUSE_LIMIT_MS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
@@ -49,6 +50,22 @@ def test_unaffected_groups_keep_serving_through_a_switch(four_ranks: BareCell) -
     after = {tuple(g["ranks"]): g["formation"] for g in four_ranks.get("/admin/layout")["groups"]}
     assert after[0, 1] == formation[0, 1]
     assert after[2, 3] > formation[2,]
+
+
+@pytest.mark.timeout(400)
+async def test_a_few_pages_of_paused_tasks_wait_for_the_next_switch(
+    four_ranks: BareCell, calm: Calm
+) -> None:
+    expected, before = await calm.tokens(four_ranks), settle(four_ranks)
+    four_ranks.switch("tp2+dp2", "recompute")
+    switches = [("tp4", "pause"), ("dp4", "recompute")]
+    assert await run(four_ranks, "few", switches) == expected
+    assert any(pages["free"] for pages in four_ranks.pages()), "the groups got all pages"
+    formations = [group["formation"] for group in four_ranks.get("/admin/layout")["groups"]]
+    four_ranks.switch("dp4", "recompute")
+    groups = four_ranks.get("/admin/layout")["groups"]
+    assert [group["formation"] for group in groups] == formations, "formed anew for a few pages"
+    assert settle(four_ranks) == before
 
 
 def test_idle_switches_come_back_to_the_same_pages(four_ranks: BareCell) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
+from coordinator.switching.page_grants import REGRANT_SHARE
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.vllm.reshard_cases import Case, vllm_settings
 
@@ -11,6 +13,8 @@ AT_ONCE = 60
 """Requests under way; more would wait in line."""
 SILENT_MAX_S = 60.0
 """A stream that has neither a token nor an end for so long hangs."""
+PAGES_WITHIN_S = 10.0
+"""Paused tasks give their pages up, and groups are formed anew for them."""
 TOLERANCE = 1e-4
 STEP_TOKENS_MAX = 96
 RANDOM_ARGS = (
@@ -99,9 +103,24 @@ def settle(cell: BareCell) -> list[dict[str, int]]:
         assert time.monotonic() < deadline, cell.get("/admin/status")["queue"]
         time.sleep(0.05)
     cell.switch(cell.config.cell.layout, "recompute")
-    deadline = time.monotonic() + 10
-    # A group that got few pages while others were paused is formed anew when they come free.
-    while not all(pages["owned"] == pages["total"] - 1 for pages in cell.pages()):
+    # A group that got too few pages is formed anew when those of paused tasks come free.
+    wait_for_pages(cell, lambda pages: not pages["leased"] and not are_many_free(pages))
+    if any(pages["free"] for pages in cell.pages()):
+        # A few pages are not worth a formation to the cell, so they wait for the next switch.
+        cell.switch("+".join(["tp2"] * (len(cell.pages()) // 2)), "recompute")
+        cell.switch(cell.config.cell.layout, "recompute")
+    wait_for_pages(cell, lambda pages: pages["owned"] == pages["total"] - 1)
+    return cell.pages()
+
+
+def wait_for_pages(cell: BareCell, condition: Callable[[dict[str, int]], bool]) -> None:
+    """Wait until it holds for the page accounting of every rank."""
+    deadline = time.monotonic() + PAGES_WITHIN_S
+    while not all(map(condition, cell.pages())):
         assert time.monotonic() < deadline, (cell.pages(), cell.get("/admin/layout"))
         time.sleep(0.05)
-    return cell.pages()
+
+
+def are_many_free(pages: dict[str, int]) -> bool:
+    """Return whether the cell will form the rank's group anew, to give it the free pages."""
+    return pages["free"] * REGRANT_SHARE > pages["owned"]
