@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from comm_pool.layout import Group, Layout, Rank
+from comm_pool.layout import Layout, Rank
 from coordinator.model.observation import GroupObservation, Observation, TierObservation
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.predict import Demand
@@ -49,12 +49,12 @@ def _demand(tier: TierObservation, settings: PolicySettings) -> Demand:
 
 
 def foreign_share(
-    groups: Iterable[Group], observations: Sequence[GroupObservation], current: Layout, tier: int
+    ranks: Iterable[Rank], observations: Sequence[GroupObservation], current: Layout, tier: int
 ) -> float:
-    """Return the share of a tier's tasks that the ranks of these groups run now."""
+    """Return the share of a tier's tasks that these ranks run now."""
     by_rank = tasks_by_rank(observations, current, tier)
     total = sum(by_rank.values())
-    here = sum(by_rank.get(rank, 0.0) for group in groups for rank in group.ranks)
+    here = sum(by_rank.get(rank, 0.0) for rank in ranks)
     return here / total if total else 0.0
 
 

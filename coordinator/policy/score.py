@@ -5,10 +5,10 @@ meet the goals as well: latency relative to the goals, or the groups' use if a t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from comm_pool.layout import Group, Layout, Mode
+from comm_pool.layout import Group, Layout, Mode, Rank
 from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import Observation
 from coordinator.model.policy_settings import PolicySettings
@@ -59,15 +59,15 @@ def score(
     others = [g for g in arrangement.layout.groups if g.leader not in arrangement.reserved]
     forecasts: list[TierForecast] = []
     if reserved:
-        # Tasks stay where they run unless their group ends: urgent ones in groups that are not
-        # reserved from now on, and less urgent ones in groups that are.
+        # Tasks stay out of the groups that are meant for them if no switch can move them there.
         urgent = [each for each in demands if each.tier < arrangement.tiers]
         rest = [each for each in demands if each.tier >= arrangement.tiers]
-        lasting = [group for group in others if group in current.groups]
-        parts = [foreign_share(lasting, observation.groups, current, each.tier) for each in urgent]
+        beyond = _out_of_reach(reserved, current)
+        parts = [foreign_share(beyond, observation.groups, current, each.tier) for each in urgent]
         away = [each.under_way(part) for each, part in zip(urgent, parts, strict=True) if part]
         urgent = [each.without_running(part) for each, part in zip(urgent, parts, strict=True)]
-        parts = [foreign_share(reserved, observation.groups, current, each.tier) for each in rest]
+        beyond = _out_of_reach(others, current)
+        parts = [foreign_share(beyond, observation.groups, current, each.tier) for each in rest]
         stay = [each.under_way(part) for each, part in zip(rest, parts, strict=True)]
         gone = [each.without_running(part) for each, part in zip(rest, parts, strict=True)]
         forecasts += _pool(reserved, [*urgent, *stay], costs, horizon_s)
@@ -84,6 +84,20 @@ def score(
         cost=sum(each.cost * each.asked for each in forecasts) / asked if asked else 0.0,
         tiers=tuple(forecasts),
     )
+
+
+def _out_of_reach(groups: Iterable[Group], current: Layout) -> set[Rank]:
+    """Return the ranks of the current layout whose tasks cannot move to any of these new groups.
+
+    A switch moves KV only among ranks that share a group before or after it. A group that stays
+    gets no tasks of others.
+    """
+    old = {rank: group for group in current.groups for rank in group.ranks}
+    reached: set[Rank] = set()
+    for group in groups:
+        before = old.get(group.leader, group)
+        reached.update(max(before.ranks, group.ranks, key=len))
+    return old.keys() - reached
 
 
 def _pool(

@@ -353,22 +353,42 @@ def test_the_group_that_runs_urgent_tasks_is_reserved_for_them() -> None:
     assert names == ["tp2+tp2", "tp2+tp2, 0 for interactive"]
 
 
-def test_urgent_tasks_that_run_elsewhere_have_little_of_a_reserved_group() -> None:
-    """Fifty of them decode beside long prompts of others, until they end."""
+def attainment(current: str, wanted: str, leader: int, tasks: list[tuple[int, int]]) -> float:
+    """Predict for fifty chats that run while long prompts of others come.
+
+    `wanted` reserves the group of `leader` for them; `tasks` are those of each current group.
+    """
     urgent = tier(Tier.INTERACTIVE, rate=3.0, rate_age_s=15.0, running=50, context_tokens=55_000)
     other = tier(Tier.STANDARD, rate=9.0, rate_age_s=15.0, prompts=(4_000,), output_tokens=50.0)
-    layout = parse_layout("tp2+tp2", 4, (1, 2, 4))
+    layouts = [parse_layout(name, 4, (1, 2, 4)) for name in (current, wanted)]
+    groups = tuple(
+        GroupObservation(group.name, int(group.leader), each)
+        for group, each in zip(layouts[0].groups, tasks, strict=True)
+    )
+    found = msgspec.structs.replace(observation(current, urgent, other), groups=groups)
+    arrangement = Arrangement(layouts[1], (Rank(leader),), 1)
+    demands = demands_of(found, SETTINGS)
+    return score(arrangement, found, demands, LLAMA_70B_FP8, SETTINGS, layouts[0]).attainment
 
-    def attainment(leader: int, tasks: list[tuple[int, int]]) -> float:
-        groups = tuple(
-            GroupObservation("tp2", 2 * number, each) for number, each in enumerate(tasks)
-        )
-        found = msgspec.structs.replace(observation("tp2+tp2", urgent, other), groups=groups)
-        arrangement = Arrangement(layout, (Rank(leader),), 1)
-        demands = demands_of(found, SETTINGS)
-        return score(arrangement, found, demands, LLAMA_70B_FP8, SETTINGS, layout).attainment
 
-    assert attainment(0, [(50, 0), (0, 0)]) > attainment(2, [(50, 0), (0, 0)]) + 0.1
+def test_urgent_tasks_that_run_elsewhere_have_little_of_a_reserved_group() -> None:
+    """They decode beside long prompts of others, until they end."""
+    here, there = [(50, 0), (0, 0)], [(0, 0), (50, 0)]
+    assert (
+        attainment("tp2+tp2", "tp2+tp2", 0, here) > attainment("tp2+tp2", "tp2+tp2", 0, there) + 0.1
+    )
+    # Neither do tasks of a group that ends go to a reserved one that stays.
+    assert (
+        attainment("tp2+tp2", "tp2+dp2", 0, here) > attainment("tp2+tp2", "tp2+dp2", 0, there) + 0.1
+    )
+
+
+def test_tasks_go_to_a_group_reserved_for_them_where_a_switch_can_move_them() -> None:
+    """A wide group that ends spans the reserved one, or the reserved one spans those that end."""
+    from_wide = attainment("tp4", "tp2+dp2", 0, [(50, 0)])
+    from_both = attainment("dp4", "tp2+dp2", 0, [(25, 0), (25, 0), (0, 0), (0, 0)])
+    from_others = attainment("dp4", "tp2+dp2", 0, [(0, 0), (0, 0), (25, 0), (25, 0)])
+    assert from_wide == from_both > from_others + 0.1
 
 
 def test_a_rate_observed_for_a_short_time_may_be_higher() -> None:
