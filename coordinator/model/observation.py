@@ -30,6 +30,10 @@ class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Quantiles of the newest prompts' lengths, ascending."""
     queued: int = 0
     """Those of the unstarted tasks that no group had room for."""
+    unstarted_late: int = 0
+    """Those of the unstarted tasks that wait longer than their goal for a first token."""
+    running_late: int = 0
+    """Those of the running tasks that got their first token too late for their goal."""
     output_tokens: float = 0.0
     """Mean output of the newest tasks that ended."""
 

@@ -174,7 +174,7 @@ class PolicyController:
     def _observe(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
     ) -> Observation:
-        tiers, by_leader = observe_tiers(tasks, self._arrivals, now_ms)
+        tiers, by_leader = observe_tiers(tasks, self._arrivals, self._start.settings.goals, now_ms)
         layout = switcher.target.layout
         reserved = self.reserved_groups(layout)
         return Observation(

@@ -45,6 +45,8 @@ def _demand(tier: TierObservation, settings: PolicySettings) -> Demand:
         context=tier.context_tokens,
         to_come=tier.to_come_tokens,
         age_s=tier.rate_age_s,
+        unstarted_late=tier.unstarted_late,
+        running_late=tier.running_late,
     )
 
 

@@ -58,6 +58,9 @@ class Demand:
     to_come: float = 0.0
     age_s: float = math.inf
     """How long the rate was observed."""
+    unstarted_late: float = 0.0
+    running_late: float = 0.0
+    """Those of the unstarted and of the running tasks that have missed their goal already."""
     prompt: float = field(init=False)
     """The mean prompt."""
 
@@ -79,17 +82,25 @@ class Demand:
             self.context * share,
             self.to_come * share,
             self.age_s,
+            self.unstarted_late * share,
+            self.running_late * share,
         )
 
     def under_way(self, share: float) -> "Demand":
         """Return a share of the running tasks, without arrivals and unstarted ones."""
         part = self.part(share)
-        return replace(part, rate=0.0, unstarted=0.0, unstarted_tokens=0.0)
+        return replace(part, rate=0.0, unstarted=0.0, unstarted_tokens=0.0, unstarted_late=0.0)
 
     def without_running(self, share: float) -> "Demand":
         """Return the demand without a share of the running tasks."""
         part = self.part(1 - share)
-        return replace(self, running=part.running, context=part.context, to_come=part.to_come)
+        return replace(
+            self,
+            running=part.running,
+            context=part.context,
+            to_come=part.to_come,
+            running_late=part.running_late,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +276,10 @@ class _Load:
         if goal.tpot_s is not None:
             good_steps = _attained(goal.tpot_s, self._step_s, SPREAD + self._unevenness(demand))
         under_way = demand.running / self._horizon_s
-        good = asked * good_first * good_steps + under_way * good_steps
+        # What is late already cannot meet its goal: only that it is served has worth.
+        in_time = asked - demand.unstarted_late / self._horizon_s
+        running_in_time = under_way - demand.running_late / self._horizon_s
+        good = in_time * good_first * good_steps + running_in_time * good_steps
         worth = good + THROUGHPUT_WORTH * (asked + under_way) * served
         if goal.ttft_s is None and goal.tpot_s is None:
             cost = self._use[-1] + 0.1 * self._step_s

@@ -96,7 +96,7 @@ def _out_of_reach(groups: Iterable[Group], current: Layout) -> set[Rank]:
     reached: set[Rank] = set()
     for group in groups:
         before = old.get(group.leader, group)
-        reached.update(max(before.ranks, group.ranks, key=len))
+        reached.update(before.ranks if before.width > group.width else group.ranks)
     return old.keys() - reached
 
 

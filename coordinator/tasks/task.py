@@ -70,6 +70,8 @@ class Task:
     """Hashes of the prompt's first blocks."""
     tokens: tuple[int, ...] = ()
     generated: int = 0
+    first_ms: int | None = None
+    """When it was known to have a token; None as long as it is not."""
     attempt: int = 0
     leader: Rank | None = None
     former: frozenset[Rank] = frozenset()
@@ -120,6 +122,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
         prefixes=message.prefixes,
         tokens=message.delivered_tokens,
         generated=len(message.delivered_tokens),
+        first_ms=arrived_ms if message.delivered_tokens else None,
         attempt=message.attempt,
         acked_attempt=message.attempt,
         void_attempt=message.void_attempt,

@@ -94,9 +94,11 @@ class TaskTable:
         elif state is State.PLACED and leader is not None:
             self.loads.count(leader, task.id, task.context_tokens)
 
-    def grow(self, task: Task, generated: int) -> None:
+    def grow(self, task: Task, generated: int, now_ms: int) -> None:
         """Record the progress of a held task."""
         task.generated = max(task.generated, generated)
+        if task.generated and task.first_ms is None:
+            task.first_ms = now_ms
         if task.state is State.PLACED and task.leader is not None:
             self.loads.count(task.leader, task.id, task.context_tokens)
 
@@ -107,7 +109,7 @@ class TaskTable:
             task = self._tasks.get(item.task)
             if task is None or task.leader != rank:
                 continue
-            self.grow(task, item.generated)
+            self.grow(task, item.generated, now_ms)
             state = State.PAUSED if item.paused else State.PLACED
             if task.state is not State.RETURNING and task.state is not state:
                 paused += item.paused

@@ -322,7 +322,7 @@ class SimCell:
         """Record the progress of tasks, as leaders report it."""
         for group in self._groups.values():
             for _, _, task in group.decoding:
-                self._table.grow(task.task, group.generated(task))
+                self._table.grow(task.task, group.generated(task), self._now_ms)
 
     # ------------------------------------------------------------------ switches
 
@@ -384,7 +384,9 @@ class SimCell:
         self._stopped()
 
     def _observe(self) -> Observation:
-        tiers, by_leader = observe_tiers(self._table, self._arrivals, self._now_ms)
+        tiers, by_leader = observe_tiers(
+            self._table, self._arrivals, self._settings.goals, self._now_ms
+        )
         recent = [each for each in self._switches if self._now_ms - each[0] < MINUTE_MS]
         return Observation(
             time_ms=self._now_ms,

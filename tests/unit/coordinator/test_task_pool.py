@@ -289,7 +289,7 @@ def test_a_task_that_ended_or_was_given_up_is_not_adopted() -> None:
 
 def test_what_waits_in_a_group_reserved_for_others_is_taken_back() -> None:
     tasks = placed(A, B)
-    tasks.tasks.grow(tasks.tasks[B], 1)
+    tasks.tasks.grow(tasks.tasks[B], 1, 0)
     reserved = replace(group(ZERO), reserved_tiers=1)
     assert tasks.vacate([reserved], 1) == [], "they fit nowhere else"
     assert tasks.vacate([group(ZERO), group(TWO)], 1) == []
