@@ -29,7 +29,7 @@ STRESS = 2.0
 """A layout is also scored at a rate this many standard deviations higher."""
 
 SHARE_MIN = 0.02
-"""A gain of a smaller share of the requests is within what the forecast gets wrong."""
+"""A gain of a smaller share of the requests not yet late is within what the forecast gets wrong."""
 
 THROUGHPUT_GAIN_MIN = 0.1
 """Least relative gain where no tier has goals."""
@@ -245,7 +245,7 @@ def _beaten_at(now: ScoredCandidate, settings: PolicySettings) -> float:
     if all(each.ttft_s is None and each.tpot_s is None for each in goals):
         # However many requests wait, throughput alone counts.
         return now.worth * (1 + max(settings.gain_min, THROUGHPUT_GAIN_MIN))
-    return now.worth + max(now.worth * settings.gain_min, now.score.asked * SHARE_MIN)
+    return now.worth + max(now.worth * settings.gain_min, now.score.undecided * SHARE_MIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class TierForecast:
     """Latency relative to the goals, or the groups' use if there are none; less is better."""
     use: float = 0.0
     """The share of its groups' capacity that arrivals of this and more urgent tiers need."""
+    late: float = 0.0
+    """The part of `asked` that cannot meet its goals any more."""
 
 
 def forecast(
@@ -299,6 +301,7 @@ class _Load:
             (asked + under_way) * groups * goal.weight,
             cost,
             self._use[index],
+            (asked + under_way - in_time - running_in_time) * groups * goal.weight,
         )
 
     def _first_s(self, prompt: int) -> float:

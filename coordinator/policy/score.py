@@ -30,6 +30,11 @@ class Score:
     refused: str = ""
 
     @property
+    def undecided(self) -> float:
+        """The part of `asked` that may still meet its goals."""
+        return self.asked - sum(each.late for each in self.tiers)
+
+    @property
     def attainment(self) -> float:
         """The share of requests that meet their goals."""
         return self.goodput / self.asked if self.asked else 1.0

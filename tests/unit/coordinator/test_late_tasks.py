@@ -81,6 +81,7 @@ def test_a_late_task_is_worth_no_more_than_any_that_is_served() -> None:
     (late,) = forecast(cost, 4, [replace(demand, unstarted_late=16, running_late=8)], 8.0)
     assert fresh.good == pytest.approx(fresh.asked)
     assert late.good == 0
+    assert (fresh.late, late.late) == (0, pytest.approx(late.asked))
     assert late.worth == pytest.approx(THROUGHPUT_WORTH * late.asked)
     assert (late.asked, late.ttft_s, late.cost) == (fresh.asked, fresh.ttft_s, fresh.cost)
 
