@@ -14,7 +14,7 @@ from coordinator.model.cost_model import CostModel
 from coordinator.model.observation import Observation
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
-from coordinator.policy.demand import demands_of, tasks_by_rank
+from coordinator.policy.demand import IDLE_RATE, demands_of, tasks_by_rank
 from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
 from coordinator.protocol.terms import Carry, Tier
@@ -45,6 +45,16 @@ RESERVED_WORTH = 0.94
 
 STAY_ASSUMED_S = 20.0
 """Assumed stay of a layout chosen for speed alone, in which its switch must pay off."""
+
+OVERLOAD_ATTAINMENT = 0.5
+"""An arrangement is overloaded if a smaller share of the requests would meet their goals."""
+
+OVERLOAD_LATE = 0.5
+"""Once this share of the requests, those to come included, is late, an overload is left for
+throughput alone."""
+
+POTENTIAL_MARGIN = 0.05
+"""Two arrangements can meet goals alike if these shares of a few requests differ by less."""
 
 IN_QUESTION = 0.7
 """Only layouts with this share of the best worth are scored under a busier load too."""
@@ -147,6 +157,14 @@ def decide(
         verdict = Verdict(here, pinned, changes=False)
         return replace(verdict, candidates=tuple(candidates), demands=tuple(demands)), state
     best = _best(candidates, now, settings)
+    if _overloaded(now) and best.after_switch(settings.horizon_ms) <= _beaten_at(now, settings):
+
+        def potential(each: ScoredCandidate) -> float:
+            args = each.arrangement, observation, _quiet(demands), costs, settings, current
+            return score(*args).attainment
+
+        least = potential(now) - POTENTIAL_MARGIN
+        best = _best([each for each in candidates if potential(each) >= least], now, settings)
     state = _remember(state, best, here, observation.time_ms)
     verdict, state = _choose(observation, now, best, settings, state)
     return replace(verdict, candidates=tuple(candidates), demands=tuple(demands)), state
@@ -237,6 +255,23 @@ def _best(
         top = max(each.worth for each in possible)
         good = [each for each in possible if each.worth >= top * AS_GOOD]
     return min(good, key=lambda each: each.cost)
+
+
+def _overloaded(now: ScoredCandidate) -> bool:
+    """Return whether most requests would miss their goals, and most are not yet late.
+
+    Then speed leads to no arrangement that cannot meet the goals of even a few requests, if this
+    one can: those that come before the queue has grown, and after it has ended, meet theirs here.
+    """
+    found = now.score
+    late = found.asked - found.undecided
+    is_late = late >= OVERLOAD_LATE * found.asked
+    return not (found.refused or is_late) and found.attainment < OVERLOAD_ATTAINMENT
+
+
+def _quiet(demands: list[Demand]) -> list[Demand]:
+    """Return the demands of the same tiers and lengths at a rate that loads no group."""
+    return [Demand(each.tier, each.goal, IDLE_RATE, each.prompts, each.output) for each in demands]
 
 
 def _beaten_at(now: ScoredCandidate, settings: PolicySettings) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.model.observation import TierObservation
+from coordinator.model.policy_settings import TierGoal
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.observe import observe_tiers
 from coordinator.policy.predict import THROUGHPUT_WORTH, Demand, forecast
@@ -81,7 +82,8 @@ def test_a_late_task_is_worth_no_more_than_any_that_is_served() -> None:
     (late,) = forecast(cost, 4, [replace(demand, unstarted_late=16, running_late=8)], 8.0)
     assert fresh.good == pytest.approx(fresh.asked)
     assert late.good == 0
-    assert (fresh.late, late.late) == (0, pytest.approx(late.asked))
+    assert fresh.late == 0
+    assert late.late == pytest.approx(late.asked)
     assert late.worth == pytest.approx(THROUGHPUT_WORTH * late.asked)
     assert (late.asked, late.ttft_s, late.cost) == (fresh.asked, fresh.ttft_s, fresh.cost)
 
@@ -110,3 +112,27 @@ def test_chats_get_a_group_of_their_own_once_a_backlog_is_late() -> None:
 
     assert choice(late=0) == "tp2+tp2"
     assert choice(late=40) == "dp2+tp2, 2 for interactive"
+
+
+@pytest.mark.parametrize(("late_share", "layout"), [(0.0, "tp4"), (0.5, "tp4"), (1.0, "dp4")])
+def test_an_overload_is_left_for_throughput_once_most_requests_are_lost(
+    late_share: float, layout: str
+) -> None:
+    """With these goals tp4 alone can meet them, though not of all; dp4 serves more."""
+    goals = {**SETTINGS.goals, Tier.INTERACTIVE: TierGoal(0.25, 0.015, weight=2.0)}
+    chats = tier(
+        Tier.INTERACTIVE,
+        rate=12.0,
+        rate_age_s=15.0,
+        unstarted=32,
+        unstarted_tokens=32_000,
+        unstarted_late=round(32 * late_share),
+        running=80,
+        running_late=round(80 * late_share),
+        context_tokens=80_000,
+        to_come_tokens=6_000.0,
+    )
+    found = verdict(observation("tp4", chats), replace(SETTINGS, goals=goals))
+    assert found.choice.name == layout
+    if layout == "dp4":
+        assert "less time" in found.reason
